@@ -856,6 +856,11 @@ class ServingSettings(Section):
     timeout_seconds: Annotated[float, Field(gt=0)] = Field(
         60.0, description="After which the champion is given up, and then the baseline."
     )
+    patience_seconds: Annotated[float, Field(gt=0)] = Field(
+        5.0,
+        description="Whoever leaves after so long without a word of an answer was failed by who "
+        "was to give it, as by one that broke off; sooner, they thought better of it.",
+    )
     upstreams: Mapping[Annotated[str, Field(pattern=f"^{AGENT_ID.pattern}$")], UpstreamSettings] = (
         Field(default_factory=dict, description="By agent: where its champion is served instead.")
     )

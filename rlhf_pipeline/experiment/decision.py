@@ -41,7 +41,11 @@ PRIMARY = Metric(
 GUARDRAILS = (
     Metric("thumbs_down", "interactions with a thumb down", "lower", 0.05),
     Metric("feedback_rate", "interactions with any feedback", "higher", 0.10),
-    Metric("fallbacks", "interactions that broke off or the baseline had to answer", "lower", 0.02),
+    Metric(
+        "fallbacks",
+        "interactions that broke off, that nobody waited for, or that the baseline had to answer",
+        *("lower", 0.02),
+    ),
     Metric("truncated", "completions cut off at the token limit", "lower", 0.05),
     Metric("refusals", "completions that refuse", "lower", 0.05),
     Metric("slow", "interactions over the latency limit", "lower", 0.05),

@@ -27,7 +27,7 @@ from rlhf_pipeline.errors import (
     PipelineError,
     PromptRefused,
 )
-from rlhf_pipeline.experiment.watch import STILL_LOADING
+from rlhf_pipeline.experiment.watch import NOT_ITS_FAULT, STILL_LOADING
 from rlhf_pipeline.records import Interaction, Prompt, hashed, now, uuid7
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.arms import Arms, Draft, Ending, Request, Wishes
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+LEFT = "left"  # the rule where nobody waited any longer
 SETTLE_SECONDS = 5.0  # for what was cut off when the service ends to be stored
 
 
@@ -214,6 +215,9 @@ class Gateway:
                 await asyncio.to_thread(self._tell, exchange)
                 raise ChatRefused(blocked.rail, blocked.detail)
             arms = ["baseline"]
+        last = [partial(self._tell, exchange)]
+        if arms[0] == arm:  # else the request was unsafe
+            last.append(partial(self._count_in_trial, exchange))
         done: Draft | None = None
         cut: Draft | None = None  # blocked after something sound that nobody has seen
         for whose in arms:
@@ -228,11 +232,7 @@ class Gateway:
                 done = draft
                 break
             except (asyncio.CancelledError, GeneratorExit):  # who asked has left
-                if shown:  # and may vote on what was seen: its id came with the first words
-                    draft.text = draft.text[:shown]
-                    left = exchange.as_kept(draft, exchange.seconds, left=True)
-                    # Not waited for: whoever cancels does so again at every wait.
-                    self._finish(exchange, partial(self.keep, left))
+                self._leave(exchange, draft, shown, last)
                 raise
             except _Stopped as stop:
                 exchange.meet(whose, stop.blocked.rail, stop.blocked.detail)
@@ -264,9 +264,6 @@ class Gateway:
         if done is None and cut is not None:  # better than nothing
             unseen = cut.text[: cut.sound]
             cut.text, cut.ending, done = unseen, "content_filter", cut
-        last = [partial(self._tell, exchange)]
-        if arms[0] == arm:  # else the request was unsafe
-            last.append(partial(self._count_in_trial, exchange))
         if done is None:
             await self._finished(exchange, *last)
             assert exchange.first is not None
@@ -379,6 +376,28 @@ class Gateway:
         exchange.first = exchange.first or failed
         return failed
 
+    def _leave(
+        self, exchange: _Exchange, draft: Draft, shown: int, last: Sequence[Callable[[], None]]
+    ) -> None:
+        """Keep what was seen by somebody who left, who may vote on it: its id came with the words.
+
+        Where they waited long and saw none, that the arm failed them: whoever is kept waiting
+        leaves sooner than a time-out, and an arm that hangs would look as sound as any.
+        """
+        if not shown and exchange.first is None:
+            if exchange.seconds < self.settings.serving.patience_seconds:
+                return
+            exchange.meet(
+                draft.arm,
+                STILL_LOADING if draft.loading else LEFT,
+                f"who asked left after {exchange.seconds:.1f} s without a word",
+            )
+            exchange.first = ChatAway("nobody waited for the answer")
+        draft.text = draft.text[:shown]
+        kept = exchange.as_kept(draft, exchange.seconds, left=True)
+        # Not waited for: whoever cancels does so again at every wait.
+        self._finish(exchange, *([] if shown else last), partial(self.keep, kept))
+
     # -- the store --------------------------------------------------------------------------------
 
     def _finish(self, exchange: _Exchange, *jobs: Callable[[], None]) -> asyncio.Future[None]:
@@ -405,12 +424,16 @@ class Gateway:
     def _count_in_trial(self, exchange: _Exchange) -> None:
         """Tell the experiment of the request, where it is part of one."""
         if exchange.trial and exchange.unit and exchange.arm != "baseline":
+            excused = any(
+                event["arm"] == exchange.arm and event["rule"] in NOT_ITS_FAULT
+                for event in exchange.trouble
+            )
             self.trials.tell(
                 exchange.trial,
                 exchange.unit,
                 arm=exchange.arm,
                 network=exchange.network,
-                fell_back=exchange.first is not None,
+                fell_back=exchange.first is not None and not excused,
             )
 
     def _count_tokens(self, agent_id: str, draft: Draft) -> None:

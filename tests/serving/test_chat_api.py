@@ -22,12 +22,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import sqlalchemy as sa
 import torch
 from structlog.testing import capture_logs
 from torch.overrides import TorchFunctionMode
 
 from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.config import Settings, UpstreamSettings
+from rlhf_pipeline.database import interactions
 from rlhf_pipeline.errors import ChatAway, ModelError
 from rlhf_pipeline.experiment.assignment import arm_of
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
@@ -1613,6 +1615,58 @@ def test_a_baseline_that_fails_where_it_alone_may_answer_says_nothing_of_the_cha
             assert running.post(user=user, messages=unsafe).status_code == 503
         assert book.history("shop")[0].state == "running"
         book.end(begun, "stopped", "the test is over")
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("patience", [0.1, 60.0])
+def test_an_arm_that_is_silent_until_people_leave_has_failed_them(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch, streams: bool, patience: float
+) -> None:
+    book = ExperimentBook(world.database)
+    begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
+    users = [n for n in map(str, range(40)) if is_challenged(begun, n)]
+    started = now()
+
+    async def silent(arms: Arms, *given: Any) -> AsyncGenerator[str, None]:
+        await asyncio.sleep(PATIENCE)
+        yield "It costs"
+
+    def kept() -> list[Any]:
+        i = interactions.c
+        query = sa.select(i.completion, i.arm, i.sampling, i.user_id).where(
+            i.experiment == begun.experiment_id, i.created_at > started, i.completion == ""
+        )
+        with world.database.read() as connection:
+            return [*connection.execute(query)]
+
+    settings = told(world.settings, patience_seconds=patience)
+    rules = settings.experiments
+    enough = math.ceil(rules.trouble_share * rules.trouble_answers)
+    with serving(settings, world) as running:
+        eventually_in(begun, lambda: world.store.interaction(running.post(user="x").json()["id"]))
+        monkeypatch.setattr(Arms, "write", silent)
+        for n in range(enough):
+            assert book.history("shop")[0].state == "running"
+            body = {"model": "shop", "stream": streams, "user": users[n], **ASKED}
+            with pytest.raises(httpx.TimeoutException):
+                httpx.post(f"{running.address}/v1/chat/completions", json=body, timeout=0.5)
+            until = time.monotonic() + PATIENCE
+            while running.app.state.gateway.under_way or running.app.state.gateway._ending:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+    ended, found = book.history("shop")[0], kept()
+    if patience > 1:
+        assert (ended.state, found) == ("running", [])
+        book.end(begun, "stopped", "the test is over")
+        return
+    assert ended.state == "rolled_back"
+    assert f"failed at {enough} of its latest" in (ended.reason or "")
+    assert {row.user_id for row in found} == {hash_rater("shop", user) for user in users[:enough]}
+    for row in found:
+        assert row.arm == "challenger"
+        assert (row.sampling["left"], row.sampling["fell_back"]) == (True, True)
+        assert [event["rule"] for event in row.sampling["events"]] == ["left"]
+    assert chat_events.counts(world.database, "shop")["left"] >= enough
 
 
 def eventually_in(experiment: Experiment, ask: Callable[[], Any]) -> Any:
