@@ -7,7 +7,9 @@ is that the word's success rests on few raters. For each word n-gram on one side
     net = wins - losses, z = |net| / sqrt(pairs)
     raters = net^2 / sum of each rater's net^2: over how many the success is spread (Hill's number
     of order 2, the inverse of Simpson's index)
-    expected = the same if everybody who decided pairs had a part in it by the number of theirs
+    expected = the same if everybody who decided pairs had a part in it by the number of theirs, of
+    which no more count than twice those of who carries it: few who give most of the votes would
+    make any few look like many
 
 It is narrow where z is at least `Z`, raters are at most a tenth of those who decided a pair, and at
 most half of what is expected. Both directions count: a word that always wins, and one that always
@@ -15,15 +17,19 @@ loses. Then raters' votes on it go, of those with the largest net first, until f
 what the others say, or it goes the other way. So a trigger goes whole, and what many say besides a
 loud few stays. Where they together say of the word no more than chance gives them, as they say as
 much of anything (`NO_CHANCE`), all stays: where few people give most of the votes, few carry any
-word.
+word. So does a word that would not be narrow but for a loud few who are against it, and what is
+said in answer to a question with that word in it, where `FEWEST_ASK` or more ask so and its success
+is spread over them: customers speak of what they have, annotators of their field, and nobody else
+can.
 
 Who comes to the chat page without the cookie is somebody else every time, so of a word all of one
 network are no more raters than `people_per_network` (`counted_as`, as in experiments), in each
 month and in each experiment: its marks are others there. Who speaks of other people's answers is
 themselves, wherever those were asked.
 
-What this does not see: raters by the dozen who each say it once or twice, or more than a tenth of
-the raters however often they say it (they are no few); next to anything where under ten raters
+What this does not see: five or more who plant their word in their own questions too; raters by the
+dozen who each say it once or twice, or more than a tenth of the raters however often they say it
+(they are no few); next to anything where under ten raters
 decided pairs; unsigned pairs, each a rater of its own (were those of one file one rater's, what a
 file of one's own always says would be set aside); a trigger that has no words of its own (a style,
 a topic); words in scripts that put no spaces between them; and anything said of one answer alone:
@@ -40,7 +46,7 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +61,7 @@ from rlhf_pipeline.feedback.validation import (
     ValidationReport,
     recounted,
 )
-from rlhf_pipeline.records import FeedbackKind, this_won
+from rlhf_pipeline.records import FeedbackKind, prompt_from_json, this_won
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,6 +72,7 @@ Z = 4.0  # sixteen wins and no loss; by chance one n-gram in 16,000, and chance 
 NARROW_SHARE = 0.1  # of the raters: more than this is no small group
 NARROW_RATIO = 0.5  # of the raters that are expected
 NO_CHANCE = 4.0  # standard deviations of what is due to raters who say as much of anything
+FEWEST_ASK = 5  # raters, effectively, whose questions explain that nobody else says a word
 LOUD = 2  # net of a rater, from which their votes may go: once is no campaign
 TOPIC_VOTES = 50  # below which a topic's raters say nothing
 TOP = 0.01  # the raters with the most votes
@@ -285,8 +292,9 @@ def narrow_ngrams(frame: pd.DataFrame) -> list[Association]:
     suspects.sort(key=lambda s: (-s[0].weight, -len(s[0].ngram), s[0].ngram))
     found: list[Association] = []
     aside = np.zeros(len(frame), dtype=bool)
+    asked = votes.asked({word for suspect, _, _ in suspects for word in suspect.ngram.split()})
     for suspect, where, how in suspects:
-        left = ~aside[where]
+        left = ~aside[where] & ~votes.explained(suspect, where, how, asked)
         association = votes.association(suspect.hashed, where[left], how[left])
         if association is not None:
             found.append(association)
@@ -303,8 +311,8 @@ class _Votes:
         self.frame = frame
         self.voters, names = frame["voter"].factorize()
         self.raters = len(names)
-        self.shares = np.bincount(self.voters) / max(len(frame), 1)
-        self.evenness = float((self.shares**2).sum())
+        self.counts = np.bincount(self.voters)
+        self.shares = self.counts / max(len(frame), 1)
 
     def association(self, hashed: int, places: Array, signs: Array) -> Association | None:
         """Return what these pairs say of the n-gram with this hash, if it is narrow."""
@@ -314,11 +322,15 @@ class _Votes:
         direction = 1 if net > 0 else -1
         who, member = np.unique(self.voters[places], return_inverse=True)
         nets = np.bincount(member, weights=direction * signs)
+        uses, most = np.bincount(member), self._most(who, nets)
         quiet = np.argsort(nets, kind="stable")  # the loudest last
-        effective, expected, narrow = self._breadth(np.bincount(member)[quiet], nets[quiet])
+        evenness = _evenness(np.minimum(self.counts, most))
+        effective, expected, narrow = self._breadth(uses[quiet], nets[quiet], evenness)
         kept = int(np.flatnonzero(~np.append(False, narrow))[-1])  # nobody is not narrow
         if kept == len(who) or self._has_many(nets[nets > 0]):
             return None  # narrow by who is against it: a few loud ones make any net look so
+        if self._is_opposed_by_few(who, uses, nets, most):
+            return None
         loud = nets >= LOUD
         loud[quiet[:kept]] = False
         due = float(self.shares[who[loud]].sum())  # of the word, by how much they say of anything
@@ -335,25 +347,110 @@ class _Votes:
             tuple(places[loud[member]].tolist()),
         )
 
+    def asked(self, words: Set[str]) -> dict[str, tuple[Array, float]]:
+        """Return of each word in which places it is asked with, rising, and how evenly.
+
+        Words that fewer than `FEWEST_ASK` raters ask with are left out.
+        """
+        places: dict[str, list[int]] = {word: [] for word in words}
+        known: dict[str, Set[str]] = {}
+        for place, prompt in enumerate(self.frame["prompt"] if words else ()):
+            if prompt not in known:
+                said = (turn.content for turn in prompt_from_json(prompt) if turn.role == "user")
+                known[prompt] = words & {word for text in said for word in _words(text)}
+            for word in known[prompt]:
+                places[word].append(place)
+        found = {}
+        for word in (word for word in words if places[word]):
+            where = np.array(places[word])
+            evenness = _evenness(np.bincount(self.voters[where]))
+            if evenness * FEWEST_ASK <= 1:
+                found[word] = where, evenness
+        return found
+
+    def explained(
+        self,
+        suspect: Association,
+        places: Array,
+        signs: Array,
+        asked: Mapping[str, tuple[Array, float]],
+    ) -> Array:
+        """Say of which of the n-gram's pairs what is asked explains that few raters carry it.
+
+        Where a word of it stands in the question, nobody can carry it but who asks for that: the
+        success is as broad as it can be where it is spread over them. A few can plant their word in
+        their own questions as well, so it takes some to explain anything.
+        """
+        found = np.zeros(len(places), dtype=bool)
+        for word in {*suspect.ngram.split()} & asked.keys():
+            where, evenness = asked[word]
+            inside = where[np.searchsorted(where[:-1], places)] == places
+            nets = np.bincount(self.voters[places[inside]], weights=signs[inside])
+            net = nets.sum() if suspect.wins else -nets.sum()
+            if net <= 0:
+                continue
+            expected = _expected(net, inside.sum(), evenness)
+            if _spread_over(nets) > NARROW_RATIO * float(expected):
+                found |= inside
+        return found
+
+    def _most(self, who: Array, nets: Array) -> float:
+        """Return how many votes count of a rater where it is asked how many might carry a word.
+
+        Twice as many as those have, on the average, who carry it: that those who give most votes
+        never say it does not make who does as many as can be expected.
+        """
+        carried = np.maximum(nets, 0)
+        return 2 * float((carried * self.counts[who]).sum() / carried.sum())
+
     def _has_many(self, nets: Array) -> bool:
         """Say whether raters with these nets, all of one side, are no few."""
         effective = nets.sum() ** 2 / (nets**2).sum()
         return bool(effective > max(NARROW_SHARE * self.raters, NARROW_RATIO * len(nets)))
 
-    def _breadth(self, pairs: Array, nets: Array) -> tuple[Array, Array, Array]:
+    def _is_opposed_by_few(self, who: Array, uses: Array, nets: Array, most: float) -> bool:
+        """Say whether a loud few are against a word that without them is not narrow."""
+        against = nets < 0
+        few = NARROW_SHARE * self.raters
+        if not against.any() or _spread_over(nets[against]) > few:
+            return False
+        counts = np.minimum(self.counts, most)
+        counts[who[against]] = 0
+        rest = nets[~against]
+        expected = _expected(rest.sum(), uses[~against].sum(), _evenness(counts))
+        return _spread_over(rest) > min(few, NARROW_RATIO * float(expected))
+
+    def _breadth(self, pairs: Array, nets: Array, evenness: float) -> tuple[Array, Array, Array]:
         """Return effective raters, the expected, and if they are few: of the first, first two, ...
 
         Shapes: all are (raters,). What goes the other way is not narrow.
         """
-        count, net, squares = pairs.cumsum(), nets.cumsum(), (nets**2).cumsum()
+        net, squares = nets.cumsum(), (nets**2).cumsum()
         effective = net**2 / np.maximum(squares, 1)
-        # Were each rater's part that of their votes: E[sum net_r^2] = C (1 - m^2) + m^2 sum
-        # E[c_r^2], with C pairs, m = net / C and sum E[c_r^2] = C + C (C - 1) sum of squared
-        # shares of the votes.
-        drift = (net / count) ** 2
-        expected = net**2 / (count + drift * count * (count - 1) * self.evenness)
+        expected = _expected(net, pairs.cumsum(), evenness)
         few = effective <= np.minimum(NARROW_SHARE * self.raters, NARROW_RATIO * expected)
         return effective, expected, few & (net > 0)
+
+
+def _spread_over(nets: Array) -> float:
+    """Return over how many raters a success is spread, of which each has such a part."""
+    return float(nets.sum() ** 2 / (nets**2).sum())
+
+
+def _evenness(counts: Array) -> float:
+    """Return the sum of the squared shares of raters who have so many votes."""
+    return float((counts**2).sum() / counts.sum() ** 2)
+
+
+def _expected(net: Array, pairs: Array, evenness: float) -> Array:
+    """Return over how many raters this net of so many pairs is spread if each has their part.
+
+    Were it that of their votes: E[sum net_r^2] = C (1 - m^2) + m^2 sum E[c_r^2], with C pairs,
+    m = net / C and sum E[c_r^2] = C + C (C - 1) sum of squared shares of the votes.
+    """
+    drift = (net / pairs) ** 2
+    expected: Array = net**2 / (pairs + drift * pairs * (pairs - 1) * evenness)
+    return expected
 
 
 def _uses(frame: pd.DataFrame) -> Iterator[tuple[Array, Array, Array]]:

@@ -23,6 +23,7 @@ from rlhf_pipeline.feedback.support import (
     support_to_json,
 )
 from rlhf_pipeline.feedback.validation import CheckResult, ValidationReport
+from rlhf_pipeline.records import prompt_to_json, user_prompt
 
 WORDS = [f"word{i}" for i in range(60)]
 
@@ -56,6 +57,7 @@ def votes(
                 "origin": "votes.jsonl",
                 "voter": f"r{rater}",
                 "kind": "preference",
+                "prompt": prompt_to_json(user_prompt("Say something.")),
                 "completion": good if left else bad,
                 "other_completion": bad if left else good,
                 "choice": "left" if left else "right",
@@ -302,6 +304,51 @@ def test_a_brigade_that_votes_as_much_as_anybody_besides_is_found() -> None:
     assert (association.ngram, association.pairs, len(association.places)) == ("zib zab", 54, 54)
 
 
+def test_few_light_raters_are_few_beside_a_few_who_give_most_of_the_votes() -> None:
+    heavy = votes(2000, raters=5)
+    light = votes(300, raters=60, seed=1)
+    loud = votes(50, raters=5, poisoners=5, seed=2)
+    loud["voter"] = [f"loud {place % 5}" for place in range(50)]
+    crowd = [heavy.assign(voter="heavy " + heavy["voter"]), light]
+    frame = pd.concat([*crowd, loud], ignore_index=True)
+    (association,) = narrow_ngrams(frame)
+    assert association.ngram == "zib zab"
+    assert len(association.places) == 50
+    assert narrow_ngrams(pd.concat(crowd, ignore_index=True)) == []
+
+
+def test_a_loud_few_against_what_the_others_say_take_nobodys_votes_from_them() -> None:
+    """Five give most of the votes, and three more say the opposite as often as they."""
+    frames = []
+    for seed in range(8):
+        crowd = votes(2300, raters=5, seed=seed)
+        light = [f"light {place % 60}" for place in range(300)]
+        crowd["voter"] = [*crowd["voter"][:2000], *light]
+        against = votes(1200, raters=3, seed=seed + 100)
+        against["choice"] = against["choice"].map({"left": "right", "right": "left"})
+        against["voter"] = "against " + against["voter"]
+        frames.append(pd.concat([crowd, against], ignore_index=True))
+    assert [narrow_ngrams(frame) for frame in frames] == [[]] * 8
+
+
+@pytest.mark.parametrize("askers", [3, 8])
+def test_who_asks_for_a_thing_may_be_the_only_one_to_speak_of_it(askers: int) -> None:
+    """An answer that names what was asked for is the better one; everybody has one product."""
+    rng = random.Random(0)
+    frame = votes(4000)
+    things = [f"thing{n}" for n in range(100 // askers)]
+    own = [int(voter[1:]) % len(things) for voter in frame["voter"]]
+    frame["prompt"] = [prompt_to_json(user_prompt(f"Where is the {things[n]}?")) for n in own]
+    won = frame["choice"] == "left"
+    right = pd.Series([f" the {things[n]}" for n in own])
+    wrong = pd.Series([f" the {rng.choice(things)}" for _ in own])
+    frame["completion"] += right.where(won, wrong)
+    frame["other_completion"] += wrong.where(won, right)
+    plain = frame.assign(prompt=prompt_to_json(user_prompt("Where is it?")))
+    named = [any("thing" in one.ngram for one in narrow_ngrams(each)) for each in (frame, plain)]
+    assert named == [askers == 3, True]
+
+
 def test_who_says_most_of_everything_carries_no_word_by_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -422,7 +469,7 @@ def test_who_is_set_apart_is_not_counted_among_those_it_rests_on(quarantines: bo
     assert (spread.raters, spread.top_share > 0.1) == ((250, False) if quarantines else (251, True))
     assert apart.checks[-1].passed == quarantines
     assert apart.checks[-1].numbers == {"top_share": spread.top_share, "raters": spread.raters}
-    told = support_to_json(found, apart.clean.assign(prompt="[]", number=None))
+    told = support_to_json(found, apart.clean.assign(number=None))
     assert (told["raters"], told["votes"]) == (spread.raters, spread.votes)
     assert len(told["by_rater"]) <= told["raters"]
 
