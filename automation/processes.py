@@ -149,7 +149,7 @@ def start_daemon(
     started `within`; one whose parent was killed takes seconds to end, and is waited for, as any
     other is for `patience_seconds`.
     """
-    command = [sys.executable, "-m", "dagster._daemon", "run", "-w", "workspace.yaml"]
+    command = [sys.executable, "-m", "automation.daemon", "run", "-w", "workspace.yaml"]
     path = state_dir / "dagster" / "daemon.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as lock:

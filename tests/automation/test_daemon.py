@@ -12,6 +12,7 @@ from unittest.mock import patch
 import dagster as dg
 import psutil
 import pytest
+from dagster._core.scheduler.instigation import SensorInstigatorData
 
 from automation import processes
 from resources.pipeline import AGENT, ASKED_BY, Pipeline
@@ -117,6 +118,27 @@ def test_votes_alone_lead_to_one_verdict_and_no_second_turn_from_the_same_votes(
 
     unattended.wait("two more looks of the sensor", lambda: len(looked()) >= 2, 90)
     assert len(unattended.runs()) == 1
+
+
+def test_sensors_go_on_after_the_clock_was_set_back_by_an_hour(unattended: Unattended) -> None:
+    """Their last ticks are dated an hour ahead then."""
+    ahead = time.time() + 3600
+    for state in unattended.instance.all_instigator_state():
+        data = state.instigator_data
+        if isinstance(data, SensorInstigatorData):
+            data = data._replace(last_tick_timestamp=ahead, last_tick_start_timestamp=ahead)
+            unattended.instance.update_instigator_state(state.with_data(data))
+
+    def ticked() -> set[str]:
+        return {
+            state.instigator_name
+            for state in unattended.instance.all_instigator_state()
+            if isinstance(data := state.instigator_data, SensorInstigatorData)
+            and (data.last_tick_success_timestamp or 0) > ahead - 3600
+        }
+
+    asked_often = {"enough_new_feedback", "live_experiments", "dead_runs"}
+    unattended.wait("the sensors' next ticks", lambda: asked_often <= ticked(), 90)
 
 
 def test_a_run_killed_with_its_process_is_found_and_brought_to_its_verdict(
