@@ -124,7 +124,7 @@ def _open_embedded(tracking_uri: str) -> Any:
 
 @contextmanager
 def mlflow_refusals(wanted: str) -> Iterator[None]:
-    """Turn whatever MLflow or its disk raises into a RegistryError that says what was wanted.
+    """Turn whatever MLflow raises, and a full disk, into a RegistryError that says what was wanted.
 
     It is a RegistryAway where the server did not answer at all.
     """
@@ -146,7 +146,9 @@ def mlflow_refusals(wanted: str) -> Iterator[None]:
             "check the tracking URI and what was deleted in the MLflow page"
         ) from error
     except OSError as error:  # of copying files beside a local database
-        raise RegistryError(f"{wanted}: {no_room(error) or error}") from error
+        if full := no_room(error):
+            raise RegistryError(f"{wanted}: {full}") from error
+        raise
 
 
 def _full(error: BaseException | None) -> str:
