@@ -405,8 +405,7 @@ class _Votes:
 
     def _has_many(self, nets: Array) -> bool:
         """Say whether raters with these nets, all of one side, are no few."""
-        effective = nets.sum() ** 2 / (nets**2).sum()
-        return bool(effective > max(NARROW_SHARE * self.raters, NARROW_RATIO * len(nets)))
+        return _spread_over(nets) > max(NARROW_SHARE * self.raters, NARROW_RATIO * len(nets))
 
     def _is_opposed_by_few(self, who: Array, uses: Array, nets: Array, most: float) -> bool:
         """Say whether a loud few are against a word that without them is not narrow."""
