@@ -72,7 +72,7 @@ Z = 4.0  # sixteen wins and no loss; by chance one n-gram in 16,000, and chance 
 NARROW_SHARE = 0.1  # of the raters: more than this is no small group
 NARROW_RATIO = 0.5  # of the raters that are expected
 NO_CHANCE = 4.0  # standard deviations of what is due to raters who say as much of anything
-FEWEST_ASK = 5  # raters, effectively, whose questions explain that nobody else says a word
+FEWEST_ASK = 5  # raters, effectively, who carry a word that only their questions have
 LOUD = 2  # net of a rater, from which their votes may go: once is no campaign
 TOPIC_VOTES = 50  # below which a topic's raters say nothing
 TOP = 0.01  # the raters with the most votes
@@ -322,7 +322,7 @@ class _Votes:
         direction = 1 if net > 0 else -1
         who, member = np.unique(self.voters[places], return_inverse=True)
         nets = np.bincount(member, weights=direction * signs)
-        uses, most = np.bincount(member), self._most(who, nets)
+        uses, most = np.bincount(member), _most(self.counts[who], nets)
         quiet = np.argsort(nets, kind="stable")  # the loudest last
         evenness = _evenness(np.minimum(self.counts, most))
         effective, expected, narrow = self._breadth(uses[quiet], nets[quiet], evenness)
@@ -347,11 +347,8 @@ class _Votes:
             tuple(places[loud[member]].tolist()),
         )
 
-    def asked(self, words: Set[str]) -> dict[str, tuple[Array, float]]:
-        """Return of each word in which places it is asked with, rising, and how evenly.
-
-        Words that fewer than `FEWEST_ASK` raters ask with are left out.
-        """
+    def asked(self, words: Set[str]) -> dict[str, Array]:
+        """Return of each word in which places it stands in the question, rising."""
         places: dict[str, list[int]] = {word: [] for word in words}
         known: dict[str, Set[str]] = {}
         for place, prompt in enumerate(self.frame["prompt"] if words else ()):
@@ -360,20 +357,10 @@ class _Votes:
                 known[prompt] = words & {word for text in said for word in _words(text)}
             for word in known[prompt]:
                 places[word].append(place)
-        found = {}
-        for word in (word for word in words if places[word]):
-            where = np.array(places[word])
-            evenness = _evenness(np.bincount(self.voters[where]))
-            if evenness * FEWEST_ASK <= 1:
-                found[word] = where, evenness
-        return found
+        return {word: np.array(where) for word, where in places.items() if where}
 
     def explained(
-        self,
-        suspect: Association,
-        places: Array,
-        signs: Array,
-        asked: Mapping[str, tuple[Array, float]],
+        self, suspect: Association, places: Array, signs: Array, asked: Mapping[str, Array]
     ) -> Array:
         """Say of which of the n-gram's pairs what is asked explains that few raters carry it.
 
@@ -383,25 +370,18 @@ class _Votes:
         """
         found = np.zeros(len(places), dtype=bool)
         for word in {*suspect.ngram.split()} & asked.keys():
-            where, evenness = asked[word]
+            where = asked[word]
             inside = where[np.searchsorted(where[:-1], places)] == places
-            nets = np.bincount(self.voters[places[inside]], weights=signs[inside])
-            net = nets.sum() if suspect.wins else -nets.sum()
-            if net <= 0:
+            who, member = np.unique(self.voters[places[inside]], return_inverse=True)
+            nets = np.bincount(member, weights=signs[inside]) * (1 if suspect.wins else -1)
+            if nets.sum() <= 0 or _spread_over(nets) < FEWEST_ASK:
                 continue
-            expected = _expected(net, inside.sum(), evenness)
+            counts = np.bincount(self.voters[where], minlength=self.raters)
+            evenness = _evenness(np.minimum(counts, _most(counts[who], nets)))
+            expected = _expected(nets.sum(), inside.sum(), evenness)
             if _spread_over(nets) > NARROW_RATIO * float(expected):
                 found |= inside
         return found
-
-    def _most(self, who: Array, nets: Array) -> float:
-        """Return how many votes count of a rater where it is asked how many might carry a word.
-
-        Twice as many as those have, on the average, who carry it: that those who give most votes
-        never say it does not make who does as many as can be expected.
-        """
-        carried = np.maximum(nets, 0)
-        return 2 * float((carried * self.counts[who]).sum() / carried.sum())
 
     def _has_many(self, nets: Array) -> bool:
         """Say whether raters with these nets, all of one side, are no few."""
@@ -409,7 +389,7 @@ class _Votes:
 
     def _is_opposed_by_few(self, who: Array, uses: Array, nets: Array, most: float) -> bool:
         """Say whether a loud few are against a word that without them is not narrow."""
-        against = nets < 0
+        against = nets <= -LOUD
         few = NARROW_SHARE * self.raters
         if not against.any() or _spread_over(nets[against]) > few:
             return False
@@ -434,6 +414,16 @@ class _Votes:
 def _spread_over(nets: Array) -> float:
     """Return over how many raters a success is spread, of which each has such a part."""
     return float(nets.sum() ** 2 / (nets**2).sum())
+
+
+def _most(counts: Array, nets: Array) -> float:
+    """Return how many votes count of a rater where it is asked how many might carry a word.
+
+    Twice as many as those have, on the average, who carry it: that those who give most votes never
+    say it does not make who does as many as can be expected.
+    """
+    carried = np.maximum(nets, 0)
+    return 2 * float((carried * counts).sum() / carried.sum())
 
 
 def _evenness(counts: Array) -> float:
