@@ -25,7 +25,7 @@
     ├── BackupError            a state folder cannot be copied, or a copy not taken back
     ├── OrchestratorAway       Dagster does not answer, or refuses a run
     └── RegistryError          the registry or the promotion ledger refuses
-        ├── RegistryAway       MLflow's server does not answer
+        ├── RegistryAway       MLflow's server does not answer, or its disk is full
         ├── StalePromotion     the champion changed since the caller looked
         └── HashMismatch       a model's files are not the ones that were registered
 
@@ -157,7 +157,7 @@ class RegistryError(PipelineError):
 
 
 class RegistryAway(RegistryError):
-    """MLflow's server does not answer."""
+    """MLflow's server does not answer, or its disk is full: later it may do what was asked."""
 
 
 class StalePromotion(RegistryError):

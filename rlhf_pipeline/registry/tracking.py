@@ -126,7 +126,7 @@ def _open_embedded(tracking_uri: str) -> Any:
 def mlflow_refusals(wanted: str) -> Iterator[None]:
     """Turn whatever MLflow raises, and a full disk, into a RegistryError that says what was wanted.
 
-    It is a RegistryAway where the server did not answer at all.
+    It is a RegistryAway where the server did not answer at all, or the disk is full.
     """
     from mlflow.exceptions import MlflowException
     from requests import RequestException
@@ -140,14 +140,14 @@ def mlflow_refusals(wanted: str) -> Iterator[None]:
                 "check the tracking URI, and try again"
             ) from error
         if full := _full(error):
-            raise RegistryError(f"{wanted}: {full}") from error
+            raise RegistryAway(f"{wanted}: {full}") from error
         raise RegistryError(
             f"{wanted} needs MLflow to agree, found {error.error_code}: {error.message}; "
             "check the tracking URI and what was deleted in the MLflow page"
         ) from error
     except OSError as error:  # of copying files beside a local database
         if full := no_room(error):
-            raise RegistryError(f"{wanted}: {full}") from error
+            raise RegistryAway(f"{wanted}: {full}") from error
         raise
 
 

@@ -98,12 +98,14 @@ def create_app(
     add_feedback_route(app, inbox, enabled=settings.feedback.enabled)
     runs = DagsterRuns(settings.training.dagster_url)
     app.state.is_ending = lambda: False  # `run` knows
-    add_policy_routes(
-        app, Policies(settings, store, inbox, runs, is_ending=lambda: app.state.is_ending())
-    )
+
+    def is_ending() -> bool:
+        return bool(app.state.is_ending())
+
+    add_policy_routes(app, Policies(settings, store, inbox, runs, is_ending=is_ending))
     ledger = PromotionLedger(database, settings.state_dir)
     registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, settings.mlflow_folder)
-    gateway = app.state.gateway = Gateway(settings, store, registry, metrics)
+    gateway = app.state.gateway = Gateway(settings, store, registry, metrics, is_ending)
     add_health_routes(app, database, settings, gateway.champions)
     metrics.watch_queue("chat", lambda: gateway.waiting)
     add_chat_routes(app, gateway)

@@ -145,8 +145,10 @@ class Gateway:
         store: FeedbackStore,
         registry: ModelRegistry,
         metrics: Metrics | None = None,
+        is_ending: Callable[[], bool] = lambda: False,  # whether the service was asked to stop
     ) -> None:
         self.settings = settings
+        self.is_ending = is_ending
         self.store = store
         self.metrics = metrics
         self.champions = Champions(settings, store, registry)
@@ -385,8 +387,8 @@ class Gateway:
         leaves sooner than a time-out, and an arm that hangs would look as sound as any.
         """
         if not shown and exchange.first is None:
-            if exchange.seconds < self.settings.serving.patience_seconds:
-                return
+            if self.is_ending() or exchange.seconds < self.settings.serving.patience_seconds:
+                return  # who is sent away by a service that ends does not leave
             exchange.meet(
                 draft.arm,
                 STILL_LOADING if draft.loading else LEFT,

@@ -23,6 +23,7 @@ from rlhf_pipeline.database import model_versions
 from rlhf_pipeline.errors import ClaimLost, HashMismatch, RegistryAway, RegistryError
 from rlhf_pipeline.fence import writing_while
 from rlhf_pipeline.files import folder_sha256, sqlite_path, sqlite_url
+from rlhf_pipeline.registry import models
 from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.models import PROJECTED, ModelRegistry, model_name
 from rlhf_pipeline.registry.tracking import Ended, open_client
@@ -521,6 +522,22 @@ def test_a_copy_that_a_full_disk_has_no_room_for_is_told_of_as_that_and_made_lat
             add(registry, agent, tmp_path)
     assert registry.reconcile(agent)[0].startswith("version 1 is MLflow version")
     assert aliases(registry, agent) == {"champion": 0, "challenger": 1}
+
+
+def test_a_move_whose_files_a_full_disk_keeps_from_being_checked_is_heard_later(
+    registry: ModelRegistry, agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    add(registry, agent, tmp_path)
+    move(registry, agent, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "folder_sha256", full)
+        with pytest.raises(RegistryAway, match="needed room on the disk"):
+            registry.reconcile(agent)
+    assert registry.reconcile(agent)[0].startswith("adopted from the MLflow page")
+    assert aliases(registry, agent) == {"champion": 1, "previous": 0}
 
 
 def test_settings_named_by_a_persons_own_words_are_parameters_of_a_run(
