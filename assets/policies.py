@@ -11,7 +11,7 @@ from resources.pipeline import Pipeline
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.reward import WORST
-from rlhf_pipeline.reward.calibration import beyond_chance, highest_floor, judged_by
+from rlhf_pipeline.reward.calibration import beyond_chance, by_length, highest_floor, judged_by
 
 
 @dg.asset(
@@ -109,7 +109,7 @@ def reward_model(
             "pairs are of": "answers to one prompt"
             if judged_by(reports[job]) == "pairs"
             else "votes on single answers",
-            "always longer": round(reports[job]["floors"]["longer"], 4),
+            "length alone": "{}: {:.4f}".format(*by_length(reports[job]["floors"])),
             "random": reports[job]["floors"]["random"],
             "training pairs": reports[job]["pairs"],
             "votes": reports[job].get("votes", reports[job]["pairs"]),  # as of earlier releases

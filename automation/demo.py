@@ -37,6 +37,7 @@ from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import EvaluationPrompt
 from rlhf_pipeline.registry.ledger import ModelVersion
+from rlhf_pipeline.reward.calibration import by_length
 from rlhf_pipeline.simulation.people import Person, population
 from rlhf_pipeline.simulation.play import Day, assistant, play
 
@@ -338,6 +339,7 @@ def _measure(
         [*assistant(baseline.path, settings, 79)([*twice, *twice])],
     )
     reports = read_json(folder / "turns" / mark / "reward.json")["result"]
+    length, share = by_length(reports["proxy"]["floors"])
     bars.show("measuring", {"done": 4, "of": 4})
     win = found.win_rate
     return [
@@ -364,7 +366,7 @@ def _measure(
             f"proxy reward vs hidden preference ({proxy.n} held-out pairs)",
             "> 0.85",
             f"{proxy.value:.3f} ({proxy.low:.3f} to {proxy.high:.3f}); "
-            f"always longer: {reports['proxy']['floors']['longer']:.2f} on votes",
+            f"{length}: {share:.2f} on votes",
             proxy.n >= 1000 and proxy.value > 0.85,
         ),
     ]

@@ -28,7 +28,7 @@ from rlhf_pipeline.continuous import unfinished
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.files import locked, read_json
-from rlhf_pipeline.reward.calibration import judged_by
+from rlhf_pipeline.reward.calibration import by_length, judged_by
 
 LOOK_SECONDS = 5.0  # between two looks whether there is a place
 
@@ -198,11 +198,11 @@ def _report(pipeline: Pipeline, agent_id: str, console: Console) -> None:
     reward = folder / "reward.json"
     if reward.exists():
         for job, report in read_json(reward)["result"].items():
+            length, share = by_length(report["floors"])
             console.print(
                 f"{job} reward model: accuracy {report['accuracy']:.3f} "
                 f"({report['interval'][0]:.3f} to {report['interval'][1]:.3f}) on {report['n']} "
-                f"held-out pairs{_of_what(report)}; always the longer: "
-                f"{report['floors']['longer']:.3f}, random: 0.5"
+                f"held-out pairs{_of_what(report)}; {length}: {share:.3f}, random: 0.5"
                 + (f"; its trunk is as it was: {report['undone']}" if report.get("undone") else ""),
                 highlight=False,
                 soft_wrap=True,

@@ -15,7 +15,6 @@ import numpy as np
 from rlhf_pipeline.evaluation.metrics import design_effect, wilson_interval
 
 BINS = 15  # Guo et al., arXiv:1706.04599, use 15 for the expected calibration error
-KNOW_NOTHING = ("longer", "random")  # rules, of a report's floors
 TEMPERATURES = (0.05, 20.0)  # where it is looked for
 SHOWN = 1.92  # nats that chance alone saves in one of twenty fits: half of chi squared's 3.84
 ONE_OF_20 = 1.645  # deviations above the mean, of a normal variable
@@ -84,7 +83,13 @@ def accuracy_interval(
 
 def highest_floor(floors: Mapping[str, float]) -> float:
     """Return the best accuracy of what knows nothing, of a report's floors."""
-    return max(floors[name] for name in KNOW_NOTHING)
+    return max(by_length(floors)[1], floors["random"])
+
+
+def by_length(floors: Mapping[str, float]) -> tuple[str, float]:
+    """Return what length alone says best, of a report's floors: in words, and its accuracy."""
+    longer = floors["longer"]
+    return ("always longer", longer) if longer >= 0.5 else ("always shorter", 1 - longer)
 
 
 def reliability(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.evaluation.metrics import bin_edges, wilson_interval
+from rlhf_pipeline.reward.calibration import by_length
 from rlhf_pipeline.reward.held_out import Findings, Measured
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ def _held_out(report: RewardModelReport, findings: Findings) -> Any:
     for place, (_, one) in enumerate(shown):
         axes.plot([one.low, one.high], [place, place], color="C0")
         axes.plot([one.share], [place], "o", color="C0")
-    axes.axvline(report.floors["longer"], color="grey", linestyle=":", label="always longer")
+    words, share = by_length(report.floors)
+    axes.axvline(share, color="grey", linestyle=":", label=words)
     figure.legend(loc="lower left", fontsize=7)  # below the names, where nothing is drawn
     labels = [f"{name} ({one.n})" for name, one in shown]
     # A cohort may be a file's name: what stands between two $ in it is no formula.

@@ -14,9 +14,11 @@ from rlhf_pipeline.evaluation.metrics import design_effect, wilson_interval
 from rlhf_pipeline.reward.calibration import (
     Confidence,
     accuracy_interval,
+    by_length,
     calibration_error,
     calibration_noise,
     fit_confidence,
+    highest_floor,
     pair_accuracy,
     reliability,
     sigmoid,
@@ -25,6 +27,18 @@ from rlhf_pipeline.reward.calibration import (
 
 def test_accuracy_counts_a_margin_of_zero_as_half() -> None:
     assert pair_accuracy([1.0, -1.0, 0.0, 2.0]) == 0.625
+
+
+@pytest.mark.parametrize(
+    ("longer", "words", "best"),
+    [(0.7, "always longer", 0.7), (0.5, "always longer", 0.5), (0.25, "always shorter", 0.75)],
+)
+def test_length_alone_knows_as_much_where_people_like_short_answers(
+    longer: float, words: str, best: float
+) -> None:
+    floors = {"longer": longer, "random": 0.5, "bag_of_words": 0.9}  # the last has learnt
+    assert by_length(floors) == (words, best)
+    assert highest_floor(floors) == best
 
 
 def test_bins_and_calibration_error_by_hand() -> None:

@@ -26,7 +26,7 @@ from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import FeedbackKind, RewardExample, prompt_to_json
 from rlhf_pipeline.reward import WORST
-from rlhf_pipeline.reward.calibration import Bin, Confidence
+from rlhf_pipeline.reward.calibration import Bin, Confidence, by_length
 from rlhf_pipeline.reward.held_out import (
     MOST_SINGLES,
     Lead,
@@ -180,7 +180,7 @@ def test_the_picture_holds_long_names_and_says_what_its_lines_are(
     groups, curve = figure.axes
     assert min(label.get_window_extent().x0 for label in groups.get_yticklabels()) >= 0
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["always longer"]
+    assert [text.get_text() for text in legend.get_texts()] == [by_length(report.floors)[0]]
     drawn = (groups.patch, groups.xaxis.label, *groups.get_yticklabels())
     assert not any(legend.get_window_extent().overlaps(one.get_window_extent()) for one in drawn)
     assert (curve.get_xlabel(), curve.get_ylabel()) == ("training pairs", "accuracy, 95 %")
