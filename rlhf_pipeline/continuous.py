@@ -23,8 +23,8 @@ from rlhf_pipeline.stages import BEGAN, REWARD
 TEACHING = get_args(Trains)  # kinds of votes
 FEW_VOTERS = 200  # of more than these each model gets some
 JUDGING = (
-    f"{FEWEST_JUDGED} preferences or corrections, or {FEWEST_MATCHED} answers liked and as many "
-    "not, on held-out prompts"
+    f"{FEWEST_JUDGED} preferences or corrections, or {FEWEST_MATCHED} answers that most liked and "
+    "as many that most did not, on held-out prompts"
 )
 BACK_OFF = timedelta(minutes=5)  # after the first failed attempt; doubles with each
 LONGEST_BACK_OFF = timedelta(hours=6)

@@ -477,7 +477,8 @@ def test_votes_that_teach_no_reward_are_told_with_what_would_let_them() -> None:
     assert reward_lacks({"thumbs": 30, "preference": 1}, {"thumbs": (20, 10)}, thumbs) is None
     assert reward_lacks({"thumbs": 1500, "preference": 1}, {"thumbs": (1491, 9)}, thumbs) == (
         "1 preferences and corrections, thumbs 1,491 liked and 9 not to judge one by, which takes "
-        "2 preferences or corrections, or 10 answers liked and as many not, on held-out prompts; "
+        "2 preferences or corrections, or 10 answers that most liked and as many that most did "
+        "not, on held-out prompts; "
         "the review page asks people for some"
     )
     # Of criteria nobody knows which are good before they are read.
@@ -494,7 +495,7 @@ def test_votes_that_teach_no_reward_are_told_with_what_would_let_them() -> None:
     assert reward_lacks({"thumbs": 500}, {"thumbs": (491, 9)}, pairs) == (
         "0 votes to learn from (preference, correction) of at least 30; thumbs 500 would count "
         "where reward.kinds names them; judging one takes 2 preferences or corrections, or 10 "
-        "answers liked and as many not, on held-out prompts"
+        "answers that most liked and as many that most did not, on held-out prompts"
     )
     none = reward_lacks({}, {}, RewardSettings(min_pairs=10))
     votes = {"preference": 100}
@@ -538,7 +539,8 @@ def test_votes_that_probably_judge_no_reward_are_told_beforehand() -> None:
     assert reward_lacks({"thumbs": 3000}, few, thumbs, held_out=0.15) == (
         "probably too few votes: 0 preferences and corrections, thumbs 2,970 liked and 30 not to "
         "judge one by, of which some 15% are on held-out prompts (feedback.evaluation_share), "
-        "which takes 2 preferences or corrections, or 10 answers liked and as many not, on "
+        "which takes 2 preferences or corrections, or 10 answers that most liked and as many that "
+        "most did not, on "
         "held-out prompts; the review page asks people for some"
     )
     assert reward_lacks({"thumbs": 3000}, few, thumbs) is None  # a file's own split may say whose

@@ -390,15 +390,24 @@ class FeedbackStore:
             return {str(kind): int(count) for kind, count in connection.execute(query)}
 
     def sides(self, agent_id: str) -> dict[str, tuple[int, int]]:
-        """Return how many effective votes on a scale are for and against, by kind."""
+        """Return how many answers most votes on a scale are for, and against, by their kind."""
         e = db.effective_feedback.c
         number = on_scale(e)
+        ahead = sa.func.sum(sa.case((number > 0.5, 1), (number < 0.5, -1), else_=0))
+        answers = (
+            sa.select(e.kind, ahead.label("ahead"))
+            .where(e.agent_id == agent_id, e.kind.in_(ON_A_SCALE))
+            .group_by(e.kind, e.target)
+            .subquery()
+            .c
+        )
         of_side = [
-            sa.func.sum(sa.case((side, 1), else_=0)) for side in (number > 0.5, number < 0.5)
+            sa.func.sum(sa.case((side, 1), else_=0))
+            for side in (answers.ahead > 0, answers.ahead < 0)
         ]
-        query = sa.select(e.kind, *of_side).where(e.agent_id == agent_id, e.kind.in_(ON_A_SCALE))
+        query = sa.select(answers.kind, *of_side).group_by(answers.kind).order_by(answers.kind)
         with self.database.read() as connection:
-            found = connection.execute(query.group_by(e.kind).order_by(e.kind))
+            found = connection.execute(query)
             return {str(kind): (int(good), int(bad)) for kind, good, bad in found}
 
     def ties(self, agent_id: str) -> int:

@@ -242,21 +242,28 @@ def test_raters_targets_and_kinds_are_separate_votes(store: FeedbackStore) -> No
     assert store.counts("tea") == {"rating": 1, "thumbs": 4}
 
 
-def test_votes_on_a_scale_are_for_or_against_or_neither(store: FeedbackStore) -> None:
+def test_answers_are_liked_or_not_or_neither_as_most_votes_have_it(store: FeedbackStore) -> None:
     store.append([THUMBS, vote("two", rater_id="bob", number=0.0)])
     store.append([vote("mind", number=0.0)])  # ann's, who liked it first
+    for answer, ups, downs in (("good", 3, 1), ("either", 2, 2), ("bad", 0, 1)):
+        store.append(
+            [
+                vote(f"{answer} {n}", rater_id=f"{n}", completion=answer, number=float(n < ups))
+                for n in range(ups + downs)
+            ]
+        )
     for kind, numbers in (
         (FeedbackKind.rating, (1.0, 2.0, 3.0, 4.0, 5.0, 5.0)),
         (FeedbackKind.score, (0.0, 0.5, 0.51)),
     ):
         store.append(
             [
-                vote(f"{kind} {i}", rater_id=f"{i}", kind=kind, number=n)
+                vote(f"{kind} {i}", completion=f"answer {i}", kind=kind, number=n)
                 for i, n in enumerate(numbers)
             ]
         )
     store.append([vote("elsewhere", agent_id="coffee")])
-    assert store.sides("tea") == {"rating": (3, 2), "score": (1, 1), "thumbs": (0, 2)}
+    assert store.sides("tea") == {"rating": (3, 2), "score": (1, 1), "thumbs": (1, 2)}
     assert store.sides("milk") == {}
 
 
