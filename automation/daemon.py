@@ -3,7 +3,8 @@
 Dagster asks a sensor again once its interval has passed since the moment of its last tick. That
 moment lies ahead after the clock was set back by an hour, and nothing would be asked for an hour,
 also by a daemon that is started anew: no turn, no look at an experiment, no alert that tells of it.
-So such moments are brought back to now.
+So such moments are brought back to now. Not those of schedules: what was due in the hour that comes
+again has been done.
 """
 
 import threading

@@ -44,7 +44,8 @@ GUARDRAILS = (
     Metric(
         "fallbacks",
         "interactions that broke off, that nobody waited for, or that the baseline had to answer",
-        *("lower", 0.02),
+        "lower",
+        0.02,
     ),
     Metric("truncated", "completions cut off at the token limit", "lower", 0.05),
     Metric("refusals", "completions that refuse", "lower", 0.05),
