@@ -324,8 +324,8 @@ class _Votes:
         nets = np.bincount(member, weights=direction * signs)
         uses, most = np.bincount(member), _most(self.counts[who], nets)
         quiet = np.argsort(nets, kind="stable")  # the loudest last
-        evenness = _evenness(np.minimum(self.counts, most))
-        effective, expected, narrow = self._breadth(uses[quiet], nets[quiet], evenness)
+        votes = _spread_over(np.minimum(self.counts, most))
+        effective, expected, narrow = self._breadth(uses[quiet], nets[quiet], votes)
         kept = int(np.flatnonzero(~np.append(False, narrow))[-1])  # nobody is not narrow
         if kept == len(who) or self._has_many(nets[nets > 0]):
             return None  # narrow by who is against it: a few loud ones make any net look so
@@ -377,9 +377,8 @@ class _Votes:
             if nets.sum() <= 0 or _spread_over(nets) < FEWEST_ASK:
                 continue
             counts = np.bincount(self.voters[where], minlength=self.raters)
-            evenness = _evenness(np.minimum(counts, _most(counts[who], nets)))
-            expected = _expected(nets.sum(), inside.sum(), evenness)
-            if _spread_over(nets) > NARROW_RATIO * float(expected):
+            asks = _spread_over(np.minimum(counts, _most(counts[who], nets)))
+            if _spread_over(nets) > NARROW_RATIO * _expected(nets.sum(), inside.sum(), asks):
                 found |= inside
         return found
 
@@ -390,30 +389,33 @@ class _Votes:
     def _is_opposed_by_few(self, who: Array, uses: Array, nets: Array, most: float) -> bool:
         """Say whether a loud few are against a word that without them is not narrow."""
         against = nets <= -LOUD
-        few = NARROW_SHARE * self.raters
-        if not against.any() or _spread_over(nets[against]) > few:
+        if not against.any() or _spread_over(nets[against]) > NARROW_SHARE * self.raters:
             return False
         counts = np.minimum(self.counts, most)
         counts[who[against]] = 0
         rest = nets[~against]
-        expected = _expected(rest.sum(), uses[~against].sum(), _evenness(counts))
-        return _spread_over(rest) > min(few, NARROW_RATIO * float(expected))
+        expected = _expected(rest.sum(), uses[~against].sum(), _spread_over(counts))
+        return not _are_few(_spread_over(rest), expected, self.raters)
 
-    def _breadth(self, pairs: Array, nets: Array, evenness: float) -> tuple[Array, Array, Array]:
+    def _breadth(self, pairs: Array, nets: Array, votes: float) -> tuple[Array, Array, Array]:
         """Return effective raters, the expected, and if they are few: of the first, first two, ...
 
         Shapes: all are (raters,). What goes the other way is not narrow.
         """
         net, squares = nets.cumsum(), (nets**2).cumsum()
         effective = net**2 / np.maximum(squares, 1)
-        expected = _expected(net, pairs.cumsum(), evenness)
-        few = effective <= np.minimum(NARROW_SHARE * self.raters, NARROW_RATIO * expected)
-        return effective, expected, few & (net > 0)
+        expected = _expected(net, pairs.cumsum(), votes)
+        return effective, expected, _are_few(effective, expected, self.raters) & (net > 0)
 
 
-def _spread_over(nets: Array) -> float:
-    """Return over how many raters a success is spread, of which each has such a part."""
-    return float(nets.sum() ** 2 / (nets**2).sum())
+def _spread_over(parts: Array) -> float:
+    """Return over how many raters something is spread of which each has such a part."""
+    return float(parts.sum() ** 2 / (parts**2).sum())
+
+
+def _are_few(effective: Array | float, expected: Array | float, raters: int) -> Any:
+    """Say whether so many effective raters are narrow, of these and where so many are expected."""
+    return effective <= np.minimum(NARROW_SHARE * raters, NARROW_RATIO * expected)
 
 
 def _most(counts: Array, nets: Array) -> float:
@@ -426,20 +428,14 @@ def _most(counts: Array, nets: Array) -> float:
     return 2 * float((carried * counts).sum() / carried.sum())
 
 
-def _evenness(counts: Array) -> float:
-    """Return the sum of the squared shares of raters who have so many votes."""
-    return float((counts**2).sum() / counts.sum() ** 2)
-
-
-def _expected(net: Array, pairs: Array, evenness: float) -> Array:
+def _expected(net: Any, pairs: Any, votes: float) -> Any:
     """Return over how many raters this net of so many pairs is spread if each has their part.
 
-    Were it that of their votes: E[sum net_r^2] = C (1 - m^2) + m^2 sum E[c_r^2], with C pairs,
-    m = net / C and sum E[c_r^2] = C + C (C - 1) sum of squared shares of the votes.
+    Were it that of their votes, which are spread over `votes` raters: E[sum net_r^2] =
+    C (1 - m^2) + m^2 sum E[c_r^2], with C pairs, m = net / C and sum E[c_r^2] = C + C (C - 1) / V.
     """
     drift = (net / pairs) ** 2
-    expected: Array = net**2 / (pairs + drift * pairs * (pairs - 1) * evenness)
-    return expected
+    return net**2 / (pairs + drift * pairs * (pairs - 1) / votes)
 
 
 def _uses(frame: pd.DataFrame) -> Iterator[tuple[Array, Array, Array]]:
@@ -523,12 +519,6 @@ def _decided(frame: pd.DataFrame) -> Iterator[tuple[int, str, str]]:
             yield place, this if won else other, other if won else this
 
 
-def _shares(voters: pd.Series[Any]) -> Array:
-    """Return each voter's share of the votes."""
-    shares: Array = voters.value_counts(normalize=True).to_numpy()
-    return shares
-
-
 # -- topics -------------------------------------------------------------------------------------
 
 
@@ -536,14 +526,14 @@ def narrow_topics(frame: pd.DataFrame) -> list[NarrowTopic]:
     """Return the topics of which few raters speak, though they have votes enough."""
     if "topic" not in frame or not len(frame):
         return []
-    evenness, raters = float((_shares(frame["voter"]) ** 2).sum()), frame["voter"].nunique()
+    everybody = frame["voter"].value_counts().to_numpy()
     found = []
     for topic, voters in frame.dropna(subset=["topic"]).groupby("topic")["voter"]:
         votes = len(voters)
         if votes < TOPIC_VOTES:
             continue
-        effective = 1 / float((_shares(voters) ** 2).sum())
-        expected = votes / (1 + (votes - 1) * evenness)
-        if effective <= min(NARROW_SHARE * raters, NARROW_RATIO * expected):
+        effective = _spread_over(voters.value_counts().to_numpy())
+        expected = _expected(votes, votes, _spread_over(everybody))
+        if _are_few(effective, expected, len(everybody)):
             found.append(NarrowTopic(str(topic), votes, effective, expected))
     return sorted(found, key=lambda topic: (-topic.votes, topic.topic))

@@ -54,6 +54,12 @@ def pipeline(tmp_path: Path) -> Pipeline:
     return Pipeline(recipe=str(recipe))
 
 
+def context_of(run_id: str, parent: str | None = None) -> Any:
+    """Return what an asset of agent `a` is given; `parent` is the run that it goes on with."""
+    run = SimpleNamespace(run_id=run_id, root_run_id=parent, parent_run_id=parent, tags={})
+    return SimpleNamespace(has_partition_key=True, partition_key="a", run=run)
+
+
 def judged(pipeline: Pipeline, tmp_path: Path, gate: dict[str, Any]) -> Turn:
     """Return a turn of agent `a` whose version 1 the gate has judged."""
     pipeline.store.ensure_agent("a")
@@ -437,8 +443,7 @@ def test_no_turn_begins_with_files_that_are_not_the_registered_ones(
     pipeline.ledger.add_baseline(
         "a", label="v0", path=folder, files=folder_sha256(folder), lineage={}, actor="test"
     )
-    run = SimpleNamespace(run_id="run", root_run_id=None, tags={})
-    context: Any = SimpleNamespace(has_partition_key=True, partition_key="a", run=run)
+    context = context_of("run")
     weights.write_text("as they were not")
     with pytest.raises(dg.Failure, match="version 0") as failed:
         pipeline.begin_turn(context, "f" * 64, 1)
@@ -461,8 +466,7 @@ def test_a_turn_begins_where_only_mlflow_has_the_champions_files(
     pipeline.store.ensure_agent("a")
     version = pipeline.registry.register_baseline("a", folder, label="v0", lineage={}, actor="test")
     shutil.rmtree(folder)
-    run = SimpleNamespace(run_id="run", root_run_id=None, tags={})
-    context: Any = SimpleNamespace(has_partition_key=True, partition_key="a", run=run)
+    context = context_of("run")
     turn = pipeline.begin_turn(context, "f" * 64, 1)
     pipeline.teardown_after_execution(dg.build_init_resource_context())
     assert turn.champion == folder
@@ -495,14 +499,12 @@ def test_no_failed_run_goes_on_with_what_had_learned_from_somebody_erased_since(
     write_text(votes, json.dumps({**vote, "rater": "ann"}))
     ingest(pipeline.store, votes, "a")
     pipeline.registry.register_baseline("a", folder, label="v0", lineage={}, actor="test")
-    run = SimpleNamespace(run_id="run", root_run_id=None, parent_run_id=None, tags={})
-    context: Any = SimpleNamespace(has_partition_key=True, partition_key="a", run=run)
+    context = context_of("run")
     pipeline.begin_turn(context, "f" * 64, 1)
     claim = pipeline.claims.held("a")
     assert claim is not None
     pipeline.end_without_verdict(claim, "disk full", "FAILED")
-    resumed = SimpleNamespace(run_id="again", root_run_id="run", parent_run_id="run", tags={})
-    once_more: Any = SimpleNamespace(has_partition_key=True, partition_key="a", run=resumed)
+    once_more = context_of("again", parent="run")
     with pipeline.turn(once_more) as turn:
         assert turn.token != claim.token
     claim = pipeline.claims.held("a")
