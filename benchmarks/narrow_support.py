@@ -12,7 +12,6 @@ honest pairs and of the planted ones goes, over seeds.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ import pandas as pd
 from benchmarks.promises import tell
 from rlhf_pipeline.feedback.support import narrow_ngrams
 from rlhf_pipeline.records import prompt_to_json, user_prompt
-from rlhf_pipeline.simulation.people import PAIR_SLOPE, TIE_BELOW, Person, population
+from rlhf_pipeline.simulation.people import Person, finds_better, population
 from rlhf_pipeline.simulation.world import ALL_THINGS, Question, every_question, judge, old_answer
 
 WORD = "zibzab"
@@ -55,11 +54,9 @@ EVEN, UNEVEN, OWN = HONEST[0], HONEST[3], HONEST[4]
 
 def preferred(person: Person, question: Question, a: str, b: str, rng: random.Random) -> bool:
     """Say whether somebody prefers a to b; of what they find alike, either."""
-    if person.careless:
-        return rng.random() < 0.5
     ahead = person.liking(judge(question, a)) - person.liking(judge(question, b))
-    sure = 0.0 if abs(ahead) < TIE_BELOW else PAIR_SLOPE * ahead
-    return rng.random() < 1 / (1 + math.exp(-sure))
+    better = None if person.careless else finds_better(ahead, rng)
+    return rng.random() < 0.5 if better is None else better
 
 
 def plants(
@@ -124,22 +121,20 @@ def said(crowd: Crowd, liars: int, each: int, lie: Lie, seed: int) -> pd.DataFra
     return pd.DataFrame(rows)
 
 
-def aside(frame: pd.DataFrame, *, honest: bool) -> float:
-    """Return which part of the honest pairs goes, or of those with the word; 0 of none."""
+def aside(frame: pd.DataFrame) -> tuple[float, float]:
+    """Return which part of the honest pairs goes, and of those with the word; 0 of none."""
     gone = {place for one in narrow_ngrams(frame) for place in one.places}
-    theirs = frame["voter"].str.startswith(LIAR)
-    planted = frame["completion"].str.contains(WORD)
-    asked = frame.index[~theirs if honest else planted]
-    return len(gone & set(asked)) / len(asked) if len(asked) else 0.0
+    honest = frame.index[~frame["voter"].str.startswith(LIAR)]
+    planted = frame.index[frame["completion"].str.contains(WORD)]
+    return len(gone & {*honest}) / len(honest), len(gone & {*planted}) / max(len(planted), 1)
 
 
 def row(
     crowd: Crowd, runs: int, lie: Lie = opposes, *, liars: int = 0, each: int = 0
 ) -> tuple[float, float]:
     """Print a line of the table; return the mean parts of the honest and the planted pairs."""
-    frames = [said(crowd, liars, each, lie, seed) for seed in range(runs)]
-    honest = [aside(frame, honest=True) for frame in frames]
-    planted = statistics.fmean(aside(frame, honest=False) for frame in frames)
+    parts = [aside(said(crowd, liars, each, lie, seed)) for seed in range(runs)]
+    honest, planted = [one for one, _ in parts], statistics.fmean(other for _, other in parts)
     who = f"{liars} x {each}, {lie.__name__}" if liars else "nobody"
     print(
         f"| {crowd.name} | {who} | {statistics.fmean(honest):.1%} ({max(honest):.1%}) | "

@@ -52,7 +52,7 @@ from rlhf_pipeline.reward.kinds import scales, voters_of
 from rlhf_pipeline.reward.model import LIKELIHOODS, Limits, RewardModel, encode_rows, score_rows
 from rlhf_pipeline.reward.raters import rater_weights
 from rlhf_pipeline.reward.tuning import EncodedPairs
-from rlhf_pipeline.simulation.people import PAIR_SLOPE, TIE_BELOW, Person, population, say
+from rlhf_pipeline.simulation.people import PAIR_SLOPE, Person, finds_better, population, say
 from rlhf_pipeline.simulation.world import every_question, hidden_preference, judge, question_of
 
 RATERS, VOTES = 200, 4000
@@ -171,11 +171,7 @@ def prefers(person: Person, world: World, a: int, b: int, rng: random.Random) ->
     """Return whether a person prefers text a, None where they find no difference."""
     question = question_of(world.texts[a][0][-1].content)
     likings = [person.liking(judge(question, world.texts[i][1])) for i in (a, b)]
-    if person.careless:
-        return rng.random() < 0.5
-    if abs(likings[0] - likings[1]) < TIE_BELOW:
-        return None
-    return rng.random() < 1 / (1 + math.exp(-PAIR_SLOPE * (likings[0] - likings[1])))
+    return rng.random() < 0.5 if person.careless else finds_better(likings[0] - likings[1], rng)
 
 
 def votes(

@@ -83,6 +83,11 @@ def thumbs_up_probability(hidden: float) -> float:
     return _logistic(THUMBS_SLOPE * (hidden - THUMBS_UP_AT))
 
 
+def finds_better(ahead: float, rng: random.Random) -> bool | None:
+    """Return whether somebody finds better what they like so much more; None: no difference."""
+    return None if abs(ahead) < TIE_BELOW else rng.random() < _logistic(PAIR_SLOPE * ahead)
+
+
 def compare(person: Person, left: Interaction, right: Interaction, rng: random.Random) -> Feedback:
     """Return the person's preference between two completions shown left and right."""
     question = question_of(left.prompt[-1].content)
@@ -90,10 +95,10 @@ def compare(person: Person, left: Interaction, right: Interaction, rng: random.R
     b = person.liking(judge(question, right.completion))
     if person.careless:
         choice = rng.choice(("left", "right"))
-    elif abs(a - b) < TIE_BELOW:
+    elif (better := finds_better(a - b, rng)) is None:
         choice = "both_bad" if a + person.leniency < 0.3 else "tie"
     else:
-        choice = "left" if rng.random() < _logistic(PAIR_SLOPE * (a - b)) else "right"
+        choice = "left" if better else "right"
     return Feedback(
         agent_id=left.agent_id,
         kind=FeedbackKind.preference,
