@@ -9,13 +9,14 @@ bad, which satisfaction by version shows (overview.py) and only an experiment pr
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import pairwise
-from statistics import fmean
+from itertools import islice, pairwise
+from statistics import fmean, median_low
 from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 WATCH = "watch"  # who rolls back, in the ledger
 USUAL = 10  # times the answers looked at tell how often another version fails
 READ_AT_MOST = 10  # times the answers looked at: others were asked of the baseline
+READ_A_DAY = 20_000  # answers, the latest, to tell how a day's worst went
+FEW_DAYS = 3  # of which there is a usual one
+FEW_PEOPLE = 10  # who tell what is usual
 STILL_LOADING = "still_loading"  # the rule where an answer's time passed while its model loaded
 NOT_ITS_FAULT = frozenset({"unsafe_request", STILL_LOADING})
 """Rules that say nothing of the champion: it was not asked, or could not be in time."""
@@ -70,15 +74,21 @@ class Failures:
         )
 
 
-def is_trouble(found: Failures, *, most: int, share: float, usual: float = 0.0) -> bool:
+def is_trouble(
+    found: Failures, *, most: int, share: float, usual: float = 0.0, worst: float = 0.0
+) -> bool:
     """Say whether too many failed of the latest `most` answers, and of the people who had them.
 
     Of both: one person's questions can be such that any answer is blocked. It is looked at again
     after every answer, so the worst of many windows counts; of what fails at a `usual` share of
     answers whichever version is asked, that is well above it. Twice that and `share` is not met by
-    chance in 20,000 answers (usual shares to 0.12, share 0.2 of 50).
+    chance in 20,000 answers (usual shares to 0.12, share 0.2 of 50). What fails together comes to
+    more than that: `worst` is what does in so many answers on a usual day, which may be so much
+    that these tell nothing.
     """
-    limit = min(1.0, share + 2 * usual)
+    if worst and share + worst >= 1.0:
+        return False
+    limit = min(1.0, share + max(2 * usual, worst))
     of_answers = found.failed >= max(limit * most, 1.0)
     return of_answers and found.people_failed >= limit * found.people and usual < 0.5
 
@@ -92,6 +102,12 @@ def persons_share(answers: Iterable[tuple[str | None, bool]]) -> float:
     for who, failed in answers:
         of_each[who].append(failed)
     return fmean(fmean(failed) for failed in of_each.values()) if of_each else 0.0
+
+
+def usual_of(answers: Sequence[tuple[str | None, bool]]) -> float:
+    """Return how often these answers failed whoever asks, as `Failures.usual` is; 0 of none."""
+    share = fmean(failed for _, failed in answers) if answers else 0.0
+    return min(share, persons_share(answers))
 
 
 def failures(
@@ -108,6 +124,87 @@ def failures(
     `without` are times, after when until when, whose answers do not count. Whoever gave no name
     counts as one person together.
     """
+    answers: list[tuple[str | None, bool]] = []
+    rules = Counter[str]()
+    people: dict[str | None, bool] = {}  # whether it failed at their latest
+    read = READ_AT_MOST * most
+    with closing(_latest(database, agent_id, read, since, until, without)) as found:
+        for who, rule in islice(found, most):
+            answers.append((who, rule is not None))
+            rules.update([] if rule is None else [rule])
+            people.setdefault(who, rule is not None)
+    return Failures(
+        answers=len(answers),
+        failed=sum(failed for _, failed in answers),
+        people=len(people),
+        people_failed=sum(people.values()),
+        persons_share=persons_share(answers),
+        rules=dict(rules.most_common()),
+    )
+
+
+def at_worst(
+    database: db.Database,
+    agent_id: str,
+    windows: Collection[int],
+    *,
+    until: datetime,
+    days: float,
+    without: Iterable[tuple[datetime, datetime]] = (),
+) -> dict[int, float]:
+    """Return how often the champions failed in the worst so many answers in a row of a usual day.
+
+    Of the days before, the median of those on which people asked, FEW_DAYS at least: what is away
+    once is no excuse for days, what is away every night excuses a night's.
+    """
+    worst: dict[int, list[float]] = {most: [] for most in windows}
+    for day in range(math.ceil(days)):
+        end = until - timedelta(days=day)
+        begun = end - timedelta(days=1)
+        found = _latest(database, agent_id, READ_A_DAY, begun, end, without)
+        if answers := [(who, rule is not None) for who, rule in found]:
+            for most, of_days in worst.items():
+                of_days.append(_worst_of(answers, most))
+    return {
+        most: median_low([*of_days, *[0.0] * (FEW_DAYS - len(of_days))])
+        for most, of_days in worst.items()
+    }
+
+
+def _worst_of(answers: Sequence[tuple[str | None, bool]], most: int) -> float:
+    """Return which part of the worst `most` answers in a row failed; of people, where less.
+
+    Of FEW_PEOPLE where as many asked in all: one person's questions can be such that any fails.
+    """
+    few = min(FEW_PEOPLE, len({who for who, _ in answers}))
+    people, failed = Counter[str | None](), Counter[str | None]()  # of the answers in a row
+    worst, count = 0.0, 0
+    for n, (who, fails) in enumerate(answers):
+        people[who] += 1
+        failed[who] += fails
+        count += fails
+        if n >= most:
+            gone, failed_then = answers[n - most]
+            people[gone] -= 1
+            failed[gone] -= failed_then
+            count -= failed_then
+        if fails and count > worst * most:
+            worst = max(worst, min(count / most, len(+failed) / max(len(+people), few)))
+    return worst
+
+
+def _latest(
+    database: db.Database,
+    agent_id: str,
+    most: int,
+    since: datetime | None,
+    until: datetime | None,
+    without: Iterable[tuple[datetime, datetime]],
+) -> Generator[tuple[str | None, str | None]]:
+    """Go back through answers asked of the champion: who had each, and the rule it failed by.
+
+    Reads `most` answers, whoever was asked.
+    """
     i = db.interactions.c
     query = sa.select(i.user_id, i.session_id, i.arm, i.sampling).where(
         i.agent_id == agent_id, i.arm.is_distinct_from("challenger")
@@ -118,10 +215,7 @@ def failures(
         query = query.where(i.created_at <= until)
     for start, end in without:
         query = query.where(sa.or_(i.created_at <= start, i.created_at > end))
-    query = query.order_by(i.created_at.desc()).limit(READ_AT_MOST * most)
-    answers: list[tuple[str | None, bool]] = []
-    rules = Counter[str]()
-    people: dict[str | None, bool] = {}  # whether it failed at their latest
+    query = query.order_by(i.created_at.desc()).limit(most)
     with database.read() as connection, closing(connection.execute(query)) as rows:
         for row in rows:
             broken = [
@@ -129,22 +223,8 @@ def failures(
                 for event in row.sampling.get("events", ())
                 if event["arm"] == "champion" and event["rule"] not in NOT_ITS_FAULT
             ]
-            if not broken and row.arm != "champion":
-                continue
-            who, failed = row.user_id or row.session_id, bool(broken)
-            answers.append((who, failed))
-            rules.update(broken[:1])
-            people.setdefault(who, failed)
-            if len(answers) == most:
-                break
-    return Failures(
-        answers=len(answers),
-        failed=sum(failed for _, failed in answers),
-        people=len(people),
-        people_failed=sum(people.values()),
-        persons_share=persons_share(answers),
-        rules=dict(rules.most_common()),
-    )
+            if broken or row.arm == "champion":
+                yield row.user_id or row.session_id, broken[0] if broken else None
 
 
 def go_back_if_failing(
@@ -162,23 +242,38 @@ def go_back_if_failing(
     if at - promoted.created_at > timedelta(days=settings.promotion.watch_days):
         return None
     rules = settings.experiments
-    most, share = rules.trouble_answers, rules.trouble_share
+    share = rules.trouble_share
     database = ledger.database
     since, until = its_time(database, promoted, at)
-    found = failures(database, agent_id, most=most, since=since, until=until)
     standing = ledger.standing(agent_id)
     previous = standing.previous
-    if previous is None or not is_trouble(found, most=most, share=share):
+    if previous is None:
+        return None
+    # Of many answers the worst of a usual day are few: these find what is as bad as the worst
+    # minutes, all the time.
+    few, many = rules.trouble_answers, USUAL * rules.trouble_answers
+    looks = {
+        most: failures(database, agent_id, most=most, since=since, until=until)
+        for most in (few, many)
+    }
+    if not any(is_trouble(found, most=most, share=share) for most, found in looks.items()):
         return None
     back = _times_of(standing.withdrawn, standing.history)
-    before = failures(database, agent_id, most=USUAL * most, until=since, without=back)
-    if not is_trouble(found, most=most, share=share, usual=before.usual):
+    before = failures(database, agent_id, most=many, until=since, without=back)
+    days = settings.promotion.watch_days
+    worst = at_worst(database, agent_id, looks, until=since, days=days, without=back)
+    failing = [
+        found
+        for most, found in looks.items()
+        if is_trouble(found, most=most, share=share, usual=before.usual, worst=worst[most])
+    ]
+    if not failing:
         return None
     registry.folder_of(previous)
     return ledger.rollback(
         agent_id,
         actor=WATCH,
-        reason=f"version {promoted.version} {found.words}; the champions before it at "
+        reason=f"version {promoted.version} {failing[0].words}; the champions before it at "
         f"{before.failed} of {before.answers}",
         expected_champion=promoted.version,
     ).words

@@ -20,7 +20,7 @@ import structlog
 
 from rlhf_pipeline.experiment.assignment import Arm, arm_of, counted_as
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
-from rlhf_pipeline.experiment.watch import USUAL, Failures, is_trouble, persons_share
+from rlhf_pipeline.experiment.watch import USUAL, Failures, is_trouble, persons_share, usual_of
 from rlhf_pipeline.logs import ToldOnce
 
 if TYPE_CHECKING:
@@ -36,28 +36,37 @@ LOOK_EVERY_SECONDS = 2.0
 class _Heard:
     """How an arm did here of late."""
 
-    answers: deque[tuple[str, bool]]  # who had them, and whether it failed
+    answers: deque[tuple[int, str, bool]]  # the how manyeth here, who had it, whether it failed
     people: dict[str, bool] = field(default_factory=dict)  # at their latest; who asked last is last
 
-    def hear(self, who: str, *, fell_back: bool) -> None:
+    def hear(self, number: int, who: str, *, fell_back: bool) -> None:
         """Take in an answer, of as many people as of answers at most."""
-        self.answers.append((who, fell_back))
+        self.answers.append((number, who, fell_back))
         self.people.pop(who, None)
         self.people[who] = fell_back
         if len(self.people) > (self.answers.maxlen or 0):
             del self.people[next(iter(self.people))]
 
     @property
+    def first(self) -> int:
+        """Return the number of the oldest answer that is kept; 0 of none."""
+        return self.answers[0][0] if self.answers else 0
+
+    @property
     def found(self) -> Failures:
         """Return the same as the store would tell it, but for the rules."""
         return Failures(
             answers=len(self.answers),
-            failed=sum(failed for _, failed in self.answers),
+            failed=sum(failed for _, _, failed in self.answers),
             people=len(self.people),
             people_failed=sum(self.people.values()),
-            persons_share=persons_share(self.answers),
+            persons_share=persons_share(self.since(0)),
             rules={},
         )
+
+    def since(self, first: int) -> list[tuple[str, bool]]:
+        """Return who had the answers from that number on, and which failed."""
+        return [(who, failed) for number, who, failed in self.answers if number >= first]
 
 
 class Trials:
@@ -71,6 +80,7 @@ class Trials:
         self._running: dict[str, Experiment] = {}
         self._rules: dict[str, ExperimentSettings] = {}  # by experiment, read once
         self._heard: dict[tuple[str, Arm], _Heard] = {}  # by experiment and arm
+        self._answers = 0  # heard of in all
         self._ended: dict[str, str] = {}  # by experiment that trouble ended here: why
         self._looked = -LOOK_EVERY_SECONDS
         self._blind = ToldOnce(
@@ -101,7 +111,7 @@ class Trials:
         """Hear of an answer asked of an arm; too many the challenger failed at end the experiment.
 
         It failed where the answer broke off, or the baseline had to give it: far oftener than the
-        champion, of the same days.
+        champion, of the same days, and of the same answers: what is away is away for both.
         """
         settings = self._rules.get(experiment.experiment_id)
         if settings is None:
@@ -109,12 +119,15 @@ class Trials:
         most, share = settings.trouble_answers, settings.trouble_share
         who = counted_as(user_id, network, settings.people_per_network)
         with self._lock:
-            self._of(experiment, arm, most).hear(who, fell_back=fell_back)
+            self._answers += 1
+            self._of(experiment, arm, most).hear(self._answers, who, fell_back=fell_back)
             if arm != "challenger" or not fell_back or experiment.experiment_id in self._ended:
                 return
-            its = self._of(experiment, "challenger", most).found
-            champions = self._of(experiment, "champion", most).found
-            if not is_trouble(its, most=most, share=share, usual=champions.usual):
+            challenger = self._of(experiment, "challenger", most)
+            champion = self._of(experiment, "champion", most)
+            its, champions = challenger.found, champion.found
+            usual = max(champions.usual, usual_of(champion.since(challenger.first)))
+            if not is_trouble(its, most=most, share=share, usual=usual):
                 return
             reason = (
                 f"the challenger failed at {its.failed} of its latest {its.answers} answers, and "

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from rlhf_pipeline.config import ExperimentSettings, load_settings
 from rlhf_pipeline.database import Database, interactions
 from rlhf_pipeline.errors import ConfigError, ExperimentError, RegistryError
-from rlhf_pipeline.experiment.assignment import arm_of
+from rlhf_pipeline.experiment.assignment import Arm, arm_of
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.experiment.decision import GUARDRAILS
 from rlhf_pipeline.experiment.live import bounds_under, growth_until_the_end, look, measured
@@ -874,6 +874,33 @@ def test_a_challenger_that_fails_as_the_champion_does_is_left_alone(
     for n in range(40):
         trials.tell(experiment, f"late-{n}", fell_back=True)
     assert book.history(AGENT)[0].reason.startswith("the challenger failed at ")
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+@pytest.mark.parametrize("fails", [0.4, 1.0])
+def test_what_is_away_for_both_arms_is_no_trouble_of_the_challengers(
+    store: FeedbackStore, share: float, fails: float
+) -> None:
+    """After a long calm that says nothing of now."""
+    book, experiment = begin(store, share)
+    rng = random.Random(0)
+    trials = Trials(store.database, lambda _: ExperimentSettings())
+
+    def ask(requests: int, fails: float) -> None:
+        for _ in range(requests):
+            arm: Arm = "challenger" if rng.random() < share else "champion"
+            fell_back = rng.random() < fails
+            trials.tell(experiment, f"user-{rng.random()}", fell_back=fell_back, arm=arm)
+
+    for _ in range(20):
+        ask(2000, 0.01)
+        ask(rng.randrange(20, 800), fails)
+    assert book.running(AGENT) == experiment
+    ask(2000, 0.01)
+    for n in range(15):
+        trials.tell(experiment, f"late-{n}", fell_back=True)
+        trials.tell(experiment, f"also-{n}", fell_back=False, arm="champion")
+    assert book.history(AGENT)[0].state == "rolled_back"
 
 
 def test_what_the_champion_fails_one_person_at_counts_also_where_the_latest_answer_was_fine(

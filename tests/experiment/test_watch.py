@@ -21,6 +21,7 @@ from rlhf_pipeline.experiment.watch import (
     STILL_LOADING,
     USUAL,
     Failures,
+    at_worst,
     failures,
     go_back_if_failing,
     is_trouble,
@@ -177,6 +178,66 @@ def test_what_few_people_met_before_counts_also_where_their_latest_answers_were_
     answers(store, 50, failed=14, user=users[0])  # by chance, of many windows
     assert looked(ledger) is None
     answers(store, 50, failed=30, user=users[0])
+    assert looked(ledger) == "rolled back from 1 to 0"
+
+
+@pytest.mark.parametrize("days", [[0], [0, 1, 2], [0, 2, 3, 4], [1, 2, 3, 20, 21]], ids=str)
+def test_trouble_of_every_day_is_not_the_versions_and_that_of_one_is_no_excuse(
+    store: FeedbackStore, ledger: PromotionLedger, days: list[int]
+) -> None:
+    for day in range(7):
+        at = now() - timedelta(days=day, hours=5)
+        answers(store, 60, failed=12 * (day in days), before=True, at=at)
+    answers(store, 500, before=True)
+    is_usual = len({*days} & {*range(7)}) > 3
+    answers(store, 50, failed=21)
+    assert (looked(ledger) is None) == is_usual
+    if is_usual:
+        answers(store, 50, failed=22)
+        assert looked(ledger) == "rolled back from 1 to 0"
+
+
+def test_how_a_days_worst_went_is_told_of_the_days_on_which_people_asked(
+    store: FeedbackStore,
+) -> None:
+    def worst(days: float = 7.0, most: int = 50) -> float:
+        return at_worst(store.database, AGENT, [most], until=now(), days=days)[most]
+
+    assert worst() == 0.0
+    for day, failed in ((1, 20), (3, 10), (4, 30)):
+        answers(store, 40, at=now() - timedelta(days=day, hours=2))
+        answers(store, 60, failed=failed, at=now() - timedelta(days=day, hours=1))
+    assert worst() == 0.4  # 0.2, 0.4 and 0.6
+    assert worst(most=100) == 0.2
+    assert worst(days=4.0) == 0.2  # 0.2 and 0.4: of fewer than three days the rest went well
+    assert worst(days=2.0) == 0.0
+    # One person whose questions fail, of a hundred who ask, does so once.
+    answers(store, 50, failed=50, user="one", at=now() - timedelta(days=1, hours=3))
+    answers(store, 50, failed=50, user="one", at=now() - timedelta(days=3, hours=3))
+    assert worst() == 0.4
+    # Where nobody gives a name, one asks.
+    for day in range(10, 13):
+        answers(store, 30, failed=25, user=None, at=now() - timedelta(days=day, hours=1))
+    until = now() - timedelta(days=10)
+    assert at_worst(store.database, AGENT, [50], until=until, days=3.0) == {50: 0.5}
+
+
+@pytest.mark.parametrize("burst", [20, 40, 60])
+@pytest.mark.parametrize("share", [0.4, 0.6, 1.0])
+def test_who_fails_all_the_time_cannot_hide_behind_the_worst_minutes(
+    store: FeedbackStore, ledger: PromotionLedger, burst: int, share: float
+) -> None:
+    """And where everything fails for minutes every day, that takes no sound version back."""
+    for day in range(4):
+        for hour in (9, 7):
+            at = now() - timedelta(days=day, hours=hour)
+            answers(store, 300, failed=burst * (hour == 9), before=True, at=at)
+    answers(store, 500, before=True)
+    answers(store, 300, failed=burst, user="noon-{}")
+    assert looked(ledger) is None
+    for n in range(10):
+        at = now() + timedelta(milliseconds=400 + 100 * n)
+        answers(store, 50, failed=int(50 * share), user=f"user-{n}-{{}}", at=at)
     assert looked(ledger) == "rolled back from 1 to 0"
 
 
