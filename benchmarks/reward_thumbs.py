@@ -32,6 +32,7 @@ from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.policy.loading import Policy, load_policy
 from rlhf_pipeline.policy.sampling import complete
 from rlhf_pipeline.records import FeedbackKind, RewardExample, ignore_progress
+from rlhf_pipeline.reward.calibration import hangs_on
 from rlhf_pipeline.reward.fitting import fit_kinds
 from rlhf_pipeline.reward.heads import Combined
 from rlhf_pipeline.reward.held_out import (
@@ -100,12 +101,12 @@ def learn(base: Path, policy: Policy, pool: Pool, examples: Sequence[RewardExamp
     plain = list(zip(voted, score_rows(model, rows), strict=True))
     return Found(
         accuracy(model, pool.features),
-        measured(held_out.margins(torch.tensor(scores, dtype=torch.float64)), held_out.people),
+        measured(held_out.margins(torch.tensor(scores, dtype=torch.float64)), held_out.on),
         tells_apart(
-            [Lead(score, e.voter) for e, score in plain if is_good(e)],
-            [Lead(score, e.voter) for e, score in plain if not is_good(e)],
+            [Lead(score, hangs_on(e)) for e, score in plain if is_good(e)],
+            [Lead(score, hangs_on(e)) for e, score in plain if not is_good(e)],
         ),
-        measured(word_margins([], held_out, train), held_out.people),
+        measured(word_margins([], held_out, train), held_out.on),
     )
 
 

@@ -19,7 +19,13 @@ from rlhf_pipeline.records import (
     RewardInput,
     prompt_to_json,
 )
-from rlhf_pipeline.reward.calibration import accuracy_interval, judged_by, pair_accuracy
+from rlhf_pipeline.reward.calibration import (
+    HangsOn,
+    accuracy_interval,
+    hangs_on,
+    judged_by,
+    pair_accuracy,
+)
 
 FEWEST_OF_GROUP = 30  # pairs; fewer say nothing
 
@@ -39,12 +45,12 @@ def judge_by_group(
         return {}
     chosen = judge([RewardInput(pair.prompt, pair.chosen) for pair in decided])
     rejected = judge([RewardInput(pair.prompt, pair.rejected) for pair in decided])
-    told: dict[str, list[tuple[float, tuple[str]]]] = defaultdict(list)
+    told: dict[str, list[tuple[float, HangsOn]]] = defaultdict(list)
     for pair, better, worse in zip(decided, chosen, rejected, strict=True):
         topic = topics.get(prompt_to_json(pair.prompt))
         groups = [f"cohort {cohort_of(pair.origin)}", *([f"topic {topic}"] if topic else [])]
         for group in groups:
-            told[group].append((better - worse, (pair.voter,)))
+            told[group].append((better - worse, hangs_on(pair)))
     return {
         group: _number(*map(list, zip(*of, strict=True)))
         for group, of in sorted(told.items())
@@ -52,8 +58,8 @@ def judge_by_group(
     }
 
 
-def _number(margins: Sequence[float], people: Sequence[tuple[str]]) -> Number:
-    return Number(pair_accuracy(margins), *accuracy_interval(margins, people), len(margins))
+def _number(margins: Sequence[float], on: Sequence[HangsOn]) -> Number:
+    return Number(pair_accuracy(margins), *accuracy_interval(margins, on), len(margins))
 
 
 def judge_by_voted_groups(report: Mapping[str, Any]) -> dict[str, Number]:

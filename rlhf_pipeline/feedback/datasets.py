@@ -59,13 +59,13 @@ def unit_interval(*parts: str) -> float:
     return int(hashed(*parts)[:15], 16) / 16**15
 
 
-def opening_of(prompt: Prompt) -> Prompt:
-    """Return how the prompt's conversation began, to the first thing its person said.
+def opening_of(prompt: Prompt, said: int = 1) -> Prompt:
+    """Return how the prompt's conversation began, to the first `said` things its person said.
 
     Later turns hold it word for word: to learn from one is to have seen what the others are about.
     """
-    asked = next((i for i, message in enumerate(prompt) if message.role == "user"), len(prompt))
-    return prompt[: asked + 1]
+    asked = [i for i, message in enumerate(prompt) if message.role == "user"][:said]
+    return prompt[: asked[-1] + 1] if asked else prompt
 
 
 def conversations_of(prompts: Iterable[Prompt]) -> list[int]:

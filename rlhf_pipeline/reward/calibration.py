@@ -6,19 +6,52 @@ A margin is score(chosen) - score(rejected); the model is right where it is posi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlhf_pipeline.evaluation.metrics import design_effect, wilson_interval
+from rlhf_pipeline.feedback.datasets import opening_of
+from rlhf_pipeline.records import PreferencePair, RewardExample, prompt_to_json
 
 BINS = 15  # Guo et al., arXiv:1706.04599, use 15 for the expected calibration error
 TEMPERATURES = (0.05, 20.0)  # where it is looked for
 SHOWN = 1.92  # nats that chance alone saves in one of twenty fits: half of chi squared's 3.84
 ONE_OF_20 = 1.645  # deviations above the mean, of a normal variable
 MOST_LAPSES = 0.5  # beyond, more than half of the votes would be by chance
+
+
+class HangsOn(NamedTuple):
+    """Whose word something measured is, and in which conversation: two of each for two votes."""
+
+    people: tuple[str, ...]
+    conversations: tuple[str, ...] = ()  # as they began; as many as people, or none
+
+
+def hangs_on(*votes: PreferencePair | RewardExample) -> HangsOn:
+    """Return what something hangs on that was measured by these one or two votes.
+
+    Conversations are told apart by two things that their people said: many begin with a greeting.
+    """
+    return HangsOn(
+        tuple(vote.voter for vote in votes),
+        tuple(prompt_to_json(opening_of(vote.prompt, said=2)) for vote in votes),
+    )
+
+
+def shared_effect(values: Sequence[float], on: Sequence[HangsOn]) -> float:
+    """Return how much the variance of the values' mean grows by all they share, 1 or more.
+
+    By the people (`design_effect`) and by the conversations, less what was counted with both; no
+    less than by either alone.
+    Source: Cameron, Gelbach and Miller 2011, doi:10.1198/jbes.2010.07136, eq. 2.3.
+    """
+    people = design_effect(values, [one.people for one in on])
+    conversations = design_effect(values, [one.conversations for one in on])
+    each = [{"\x1f".join(both) for both in zip(*one, strict=False)} for one in on]
+    return max(people, conversations, people + conversations - design_effect(values, each))
 
 
 @dataclass(frozen=True)
@@ -65,19 +98,19 @@ def _credit(margin: float) -> float:
 
 
 def accuracy_interval(
-    margins: Sequence[float], people: Sequence[Collection[str]] | None = None
+    margins: Sequence[float], on: Sequence[HangsOn] | None = None
 ) -> tuple[float, float]:
-    """Return the 95 % interval of the margins' accuracy, among people like those they hang on.
+    """Return the 95 % interval of the margins' accuracy, among people and conversations like these.
 
-    Wilson's, of as many answers of different people as these are worth: a model that knows some
-    people better than others knows many answers of few less well than their number says. Without
-    `people` (one of each margin, or two), or of one alone, whom nobody can be held against, each
-    answer counts.
+    Wilson's, of as many answers of different people in different conversations as these are worth:
+    a model that knows some better than others knows many answers of few less well than their number
+    says. Without `on`, what each margin hangs on, each answer counts; so it does where all are of
+    one person, who can be held against nobody, or in one conversation.
     Source: the effective sample size of Korn and Graubard 1998, Survey Methodology 24, 193 to 201,
     with its design effect kept at 1 or more.
     """
     share = pair_accuracy(margins)
-    effect = 1.0 if people is None else design_effect(list(map(_credit, margins)), people)
+    effect = 1.0 if on is None else shared_effect(list(map(_credit, margins)), on)
     return wilson_interval(share, len(margins) / effect)
 
 
@@ -124,9 +157,18 @@ def calibration_error(bins: Sequence[Bin]) -> float:
     return sum(b.n * abs(b.confidence - b.accuracy) for b in bins) / total
 
 
-def calibration_noise(bins: Sequence[Bin]) -> float:
+def calibration_effect(
+    margins: Sequence[float], confidence: Confidence, on: Sequence[HangsOn]
+) -> float:
+    """Return the `shared_effect` on how far what is right is from what the model foresees."""
+    beyond = [_credit(margin) - confidence.chance(abs(margin)) for margin in margins]
+    return shared_effect(beyond, on)
+
+
+def calibration_noise(bins: Sequence[Bin], effect: float = 1.0) -> float:
     """Return what a perfectly calibrated model's error is below, 19 times of 20, on so few pairs.
 
+    As many count as they are worth by an `effect` (calibration_effect).
     An error up to this is no evidence of miscalibration. In a bin of n pairs whose choice is right
     with probability p, n times the accuracy's distance from p has the mean sqrt(2 n p (1 - p) / pi)
     and the variance n p (1 - p) (1 - 2 / pi), in the normal approximation (a half-normal's).
@@ -134,7 +176,7 @@ def calibration_noise(bins: Sequence[Bin]) -> float:
     fitted to few pairs.
     """
     total = sum(b.n for b in bins)
-    spreads = [b.n * b.confidence * (1 - b.confidence) for b in bins]
+    spreads = [b.n * b.confidence * (1 - b.confidence) * effect for b in bins]
     mean = sum(math.sqrt(2 * spread / math.pi) for spread in spreads)
     return (mean + ONE_OF_20 * math.sqrt(sum(spreads) * (1 - 2 / math.pi))) / total
 

@@ -1,8 +1,8 @@
 """What held-out votes say of a reward model beside its accuracy: for whom, beside what, how wrong.
 
 Shares come with 95 % intervals: Wilson's where pairs are counted, Hanley and McNeil's for votes on
-single completions; either of as many as different people's answers they are worth
-(calibration.design_effect). `find` reads pairs; where single votes judge, matched.py finds the same
+single completions; either of as many as they are worth that share neither person nor conversation
+(calibration.shared_effect). `find` reads pairs; where single votes judge, matched.py finds the same
 by these.
 What this does not tell: how good people's votes are. It holds the model against them.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -29,7 +29,13 @@ from rlhf_pipeline.records import (
     RewardExample,
     prompt_to_json,
 )
-from rlhf_pipeline.reward.calibration import accuracy_interval, pair_accuracy
+from rlhf_pipeline.reward.calibration import (
+    HangsOn,
+    accuracy_interval,
+    hangs_on,
+    pair_accuracy,
+    shared_effect,
+)
 from rlhf_pipeline.reward.logistic import logistic
 from rlhf_pipeline.reward.raters import WIDEST
 from rlhf_pipeline.reward.rules import words_of
@@ -60,8 +66,8 @@ class HeldOut:
     texts: list[tuple[Prompt, str]]
     fitting: list[int]  # of the twos, those that fit temperature and lapse
     judging: list[int]
+    on: list[HangsOn]  # each of the twos
     place: Tensor | None = None
-    people: list[tuple[str, ...]] | None = None  # who find so, of each of the twos
 
     def __len__(self) -> int:
         return len(self.fitting) + len(self.judging)
@@ -105,7 +111,7 @@ class HeldOut:
     def at_like_length(self, scores: Tensor) -> Measured | None:
         """Return the accuracy of scores (T,) on twos of like length; None where none is."""
         alike = [n for n, is_alike in enumerate(self.of_like_length()) if is_alike]
-        return _measured_of(alike, self.margins(scores), self.people) if alike else None
+        return _measured_of(alike, self.margins(scores), self.on) if alike else None
 
     def length_correlation(self, scores: Tensor) -> float | None:
         """Return how leads of scores (T,) go with those of lengths, as `rank_correlation` does."""
@@ -116,7 +122,7 @@ def of_pairs(pairs: Sequence[PreferencePair], fitting: list[int], judging: list[
     """Return decided pairs as what judges, in these halves."""
     sides = [(pair.prompt, pair.chosen) for pair in pairs]
     sides += [(pair.prompt, pair.rejected) for pair in pairs]
-    return HeldOut("pairs", sides, fitting, judging, people=[(pair.voter,) for pair in pairs])
+    return HeldOut("pairs", sides, fitting, judging, [hangs_on(pair) for pair in pairs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,24 +171,22 @@ class Findings:
     worst: tuple[Disagreement, ...]  # the worst first
 
 
-def measured(margins: Sequence[float], people: Sequence[Collection[str]] | None = None) -> Measured:
-    """Return the accuracy of these margins, which hang on these people; needs one margin."""
-    interval = accuracy_interval(margins, people)
+def measured(margins: Sequence[float], on: Sequence[HangsOn] | None = None) -> Measured:
+    """Return the accuracy of these margins, each of which hangs on something; needs one margin."""
+    interval = accuracy_interval(margins, on)
     return Measured(pair_accuracy(margins), *interval, len(margins))
 
 
 def _measured_of(
-    some: Sequence[int], margins: Sequence[float], people: Sequence[Collection[str]] | None
+    some: Sequence[int], margins: Sequence[float], on: Sequence[HangsOn] | None
 ) -> Measured:
-    return measured(
-        [margins[n] for n in some], None if people is None else [people[n] for n in some]
-    )
+    return measured([margins[n] for n in some], None if on is None else [on[n] for n in some])
 
 
 def by_group(
     margins: Sequence[float],
     groups: Iterable[str | None],
-    people: Sequence[Collection[str]] | None = None,
+    on: Sequence[HangsOn] | None = None,
 ) -> dict[str, Measured]:
     """Return each group's accuracy, by name; None is in no group, small groups are left out."""
     found: dict[str, list[int]] = defaultdict(list)
@@ -190,7 +194,7 @@ def by_group(
         if group is not None:
             found[group].append(n)
     return {
-        name: _measured_of(of, margins, people)
+        name: _measured_of(of, margins, on)
         for name, of in sorted(found.items())
         if len(of) >= FEWEST
     }
@@ -206,7 +210,7 @@ def apart_by_group(
     found: dict[str, tuple[list[Lead], list[Lead]]] = defaultdict(lambda: ([], []))
     for lead, vote, group in zip(leads, votes, groups, strict=True):
         if group is not None:
-            found[group][0 if is_good(vote) else 1].append(Lead(lead, vote.voter))
+            found[group][0 if is_good(vote) else 1].append(Lead(lead, hangs_on(vote)))
     return {
         name: tells_apart(*sides)
         for name, sides in sorted(found.items())
@@ -215,10 +219,10 @@ def apart_by_group(
 
 
 class Lead(NamedTuple):
-    """A score, or how far it is beyond what is usual, and who voted on it."""
+    """A score, or how far it is beyond what is usual, and what the vote on it hangs on."""
 
     value: float
-    voter: str
+    on: HangsOn
 
 
 def tells_apart(better: Sequence[Lead], worse: Sequence[Lead]) -> Measured:
@@ -226,10 +230,10 @@ def tells_apart(better: Sequence[Lead], worse: Sequence[Lead]) -> Measured:
 
     It is the area under the ROC curve, over prompts, as scores are one scale for all of them.
     Sources of the interval: Hanley and McNeil 1982, doi:10.1148/radiology.143.1.7063747, eq. 1, for
-    votes of as many people; what a person's own have in common makes it wider as in Obuchowski
-    1997, doi:10.2307/2533958, whose parts are how much each vote moves the area. It is laid in
-    log-odds, half a pair short of all and of none: few votes that are told apart whole are no proof
-    that all are.
+    votes that share nothing; what those of a person or a conversation do makes it wider as in
+    Obuchowski 1997, doi:10.2307/2533958, whose parts are how much each vote moves the area. It is
+    laid in log-odds, half a pair short of all and of none: few votes that are told apart whole are
+    no proof that all are.
     """
     values = [lead.value for lead in (*better, *worse)]
     n, m = len(better), len(worse)
@@ -242,7 +246,7 @@ def tells_apart(better: Sequence[Lead], worse: Sequence[Lead]) -> Measured:
     inner = (area * n * m + 0.5) / (n * m + 1)
     q1, q2 = inner / (2 - inner), 2 * inner**2 / (1 + inner)
     spread = inner * (1 - inner) + (n - 1) * (q1 - inner**2) + (m - 1) * (q2 - inner**2)
-    effect = design_effect(moves, [(lead.voter,) for lead in (*better, *worse)])
+    effect = shared_effect(moves, [lead.on for lead in (*better, *worse)])
     reach = Z * math.sqrt(spread / (n * m) * effect) / (inner * (1 - inner))
     odds = math.log(inner / (1 - inner))
     low, high = (1 / (1 + math.exp(-odds - way * reach)) for way in (-1, 1))
@@ -281,7 +285,7 @@ def by_kind(
     Single votes are never made pairs to learn from; here good and bad ones are only counted.
     """
     kinds = ["correction" if pair.corrected else "preference" for pair in pairs]
-    found = by_group(margins, kinds, [(pair.voter,) for pair in pairs])
+    found = by_group(margins, kinds, [hangs_on(pair) for pair in pairs])
     return found | apart_by_group(scores, examples, [example.kind.value for example in examples])
 
 
@@ -378,13 +382,13 @@ def learning_curve(
     train: Tensor,
     targets: Tensor,
     test: Tensor,
-    people: Sequence[Collection[str]] | None = None,
+    on: Sequence[HangsOn] | None = None,
 ) -> tuple[Learnt, ...]:
     """Return the held-out accuracy of heads fitted to growing shares of what they learn from.
 
     `train` (N, F) are features(chosen) - features(rejected) of decided pairs, whose `targets` (N,)
     are 1, or what `taught` makes of votes; `test` (M, F) are differences like the pairs', each of
-    which hangs on its `people` (M,). All tensors are float64.
+    which hangs on something, `on` (M,). All tensors are float64.
     """
     if not bool(train.isfinite().all()):
         return ()  # who trains on these says what is wrong with them
@@ -395,7 +399,7 @@ def learning_curve(
     for share in CURVE:
         count = math.ceil(share * len(train))
         head, _ = logistic(train[:count], targets[:count], CURVE_RIDGE)
-        found.append(Learnt(count, measured((test @ head).tolist(), people)))
+        found.append(Learnt(count, measured((test @ head).tolist(), on)))
     return tuple(found)
 
 
@@ -421,14 +425,14 @@ def find(
     `held_out` is `of_pairs` of them, `scores` (T,) its texts'; `train` are the model's decided
     training pairs; `topics` what prompts (records.prompt_to_json) were filed under.
     """
-    margins, people = held_out.margins(scores), held_out.people
+    margins, on = held_out.margins(scores), held_out.on
     words = word_margins(train, held_out)
     by_topic = [topics.get(prompt_to_json(pair.prompt)) for pair in pairs]
     return Findings(
-        by_topic=by_group(margins, by_topic, people),
+        by_topic=by_group(margins, by_topic, on),
         by_kind=by_kind(pairs, margins, examples, example_scores),
-        by_cohort=by_group(margins, [cohort_of(pair.origin) for pair in pairs], people),
-        bag_of_words=measured(words, people) if words else None,
+        by_cohort=by_group(margins, [cohort_of(pair.origin) for pair in pairs], on),
+        bag_of_words=measured(words, on) if words else None,
         annotators=annotators_agree(pairs),
         length_matched=held_out.at_like_length(scores),
         length_correlation=held_out.length_correlation(scores),

@@ -151,8 +151,7 @@ class ByPairs:
         told, unseen = features / scale, judged / scale
         ahead = told[: len(chosen)] - told[len(chosen) :]
         ones = torch.ones(len(ahead), dtype=torch.float64)
-        people = self.held_out.people
-        return learning_curve(ahead, ones, unseen[:held] - unseen[held:], people and people[:held])
+        return learning_curve(ahead, ones, unseen[:held] - unseen[held:], self.held_out.on[:held])
 
     def find(self, reader: Reader, scores: Tensor, lesson: Lesson, curve: Curve) -> Findings:
         said = reader.rows([(v.prompt, v.completion) for v in self.votes])
@@ -214,7 +213,7 @@ class ByVotes:
         none = features[:0]
         told, targets = taught(none, (features - features.mean(0)) / scale, chosen)
         ahead = torch.nn.functional.pad(self.held_out.ahead(seen / scale), (0, 1))
-        return learning_curve(told, targets, ahead, self.held_out.people)
+        return learning_curve(told, targets, ahead, self.held_out.on)
 
     def find(self, reader: Reader, scores: Tensor, lesson: Lesson, curve: Curve) -> Findings:
         return find_by_votes(

@@ -23,6 +23,7 @@ from torch import Tensor
 from rlhf_pipeline.feedback.datasets import cohort_of, opening_of, unit_interval
 from rlhf_pipeline.records import PreferencePair, Prompt, RewardExample, prompt_to_json
 from rlhf_pipeline.reward import FEWEST_MATCHED
+from rlhf_pipeline.reward.calibration import hangs_on
 from rlhf_pipeline.reward.held_out import (
     Disagreement,
     Findings,
@@ -191,8 +192,8 @@ def of_matches(matches: Matches, usual: Mapping[str, Sequence[str]]) -> HeldOut:
         texts,
         list(range(len(matches.fitting))),
         list(range(len(matches.fitting), count)),
+        [hangs_on(two.liked, two.disliked) for two in matches.all],
         torch.tensor([place[prompt_to_json(vote.prompt)] for vote in votes]),
-        [(two.liked.voter, two.disliked.voter) for two in matches.all],
     )
 
 
@@ -224,8 +225,8 @@ def find_by_votes(
             leads, votes, [topics.get(prompt_to_json(v.prompt)) for v in votes]
         ),
         by_cohort=apart_by_group(leads, votes, [cohort_of(v.origin) or None for v in votes]),
-        by_kind=by_group(held_out.margins(scores), kinds, held_out.people),
-        bag_of_words=measured(words, held_out.people) if words else None,
+        by_kind=by_group(held_out.margins(scores), kinds, held_out.on),
+        bag_of_words=measured(words, held_out.on) if words else None,
         annotators=None,
         length_matched=held_out.at_like_length(scores),
         length_correlation=held_out.length_correlation(scores),

@@ -18,6 +18,7 @@ from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import new_folder, read_json, write_json
 from rlhf_pipeline.records import PreferencePair, RewardFunction, RewardInput
 from rlhf_pipeline.reward import RATERS, WORST
+from rlhf_pipeline.reward.calibration import hangs_on
 from rlhf_pipeline.reward.held_out import FEWEST, Measured, measured
 from rlhf_pipeline.reward.model import (
     HEAD,
@@ -47,7 +48,7 @@ def accuracy_on(reward: RewardFunction, pairs: Sequence[PreferencePair]) -> Meas
     chosen = reward([RewardInput(pair.prompt, pair.chosen) for pair in decided])
     rejected = reward([RewardInput(pair.prompt, pair.rejected) for pair in decided])
     margins = [better - worse for better, worse in zip(chosen, rejected, strict=True)]
-    return measured(margins, [(pair.voter,) for pair in decided])
+    return measured(margins, [hangs_on(pair) for pair in decided])
 
 
 def trained_in(folder: Path) -> Path:

@@ -32,6 +32,7 @@ from rlhf_pipeline.reward.calibration import (
     Bin,
     Confidence,
     accuracy_interval,
+    calibration_effect,
     calibration_error,
     calibration_noise,
     fit_confidence,
@@ -291,12 +292,13 @@ def train_reward_model(
     confidence = fit_confidence([margins[i] for i in held_out.fitting])
     judged = [margins[i] for i in held_out.judging]
     bins = reliability(judged, confidence)
+    on = [held_out.on[i] for i in held_out.judging]
     accuracy = pair_accuracy(margins)
     findings = judge.find(reader, scores, lesson, curve)
     result = RewardModelReport(
         path=Path(output_dir),
         accuracy=accuracy,
-        interval=accuracy_interval(margins, held_out.people),
+        interval=accuracy_interval(margins, held_out.on),
         n=len(margins),
         train_accuracy=heard.went.train_accuracy,
         floors={
@@ -308,7 +310,7 @@ def train_reward_model(
         lapse=confidence.lapse,
         ece=calibration_error(bins),
         ece_before=calibration_error(reliability(judged, Confidence())),
-        ece_noise=calibration_noise(bins),
+        ece_noise=calibration_noise(bins, calibration_effect(judged, confidence, on)),
         reliability=tuple(bins),
         calibrated_on=len(held_out.fitting),
         offset=statistics.fmean(centre),

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import pytest
 from scipy.stats import t as student
 
 from rlhf_pipeline.evaluation.metrics import design_effect, wilson_interval
+from rlhf_pipeline.records import Message, PreferencePair, user_prompt
 from rlhf_pipeline.reward.calibration import (
     Confidence,
+    HangsOn,
     accuracy_interval,
     by_length,
+    calibration_effect,
     calibration_error,
     calibration_noise,
     fit_confidence,
+    hangs_on,
     highest_floor,
     pair_accuracy,
     reliability,
+    shared_effect,
     sigmoid,
 )
 
@@ -128,6 +133,11 @@ def test_extreme_numbers_do_not_overflow() -> None:
     assert fit_confidence([1e4, -1e4] * 5).lapse == pytest.approx(0.5, abs=1e-4)
 
 
+def by(people: Iterable[tuple[str, ...]]) -> list[HangsOn]:
+    """Return what is in no conversation, and hangs on these people."""
+    return [HangsOn(who) for who in people]
+
+
 def test_answers_of_few_people_tell_less_than_their_number() -> None:
     # Two people of ten answers: 9 and 5 are right. By hand: the mean is 0.7, and 0.2 away without
     # either, so 1 / 2 * (0.04 + 0.04) between, over 0.7 * 0.3 / 19 alone; Student's t is
@@ -142,7 +152,7 @@ def test_answers_of_few_people_tell_less_than_their_number() -> None:
     even = [1.0, 0.0] * 10
     assert design_effect(even, voters) == 1  # both are right as often
     margins = [one - 0.5 for one in right]
-    assert accuracy_interval(margins, voters) == pytest.approx(
+    assert accuracy_interval(margins, by(voters)) == pytest.approx(
         wilson_interval(0.7, 20 / effect), rel=1e-5
     )
     assert accuracy_interval(margins) == wilson_interval(0.7, 20)
@@ -166,7 +176,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say_where_people_differ() -> 
         right = [generator.random(n) < p for n, p in zip(of_each, skill, strict=True)]
         margins = np.where(np.concatenate(right), 1.0, -1.0).tolist()
         voters = np.repeat(np.arange(30), of_each).astype(str).tolist()
-        low, high = accuracy_interval(margins, [(voter,) for voter in voters])
+        low, high = accuracy_interval(margins, by((voter,) for voter in voters))
         held += low <= 0.7 <= high
         low, high = accuracy_interval(margins)
         naive += low <= 0.7 <= high
@@ -189,7 +199,7 @@ def test_intervals_hold_the_truth_of_few_people_and_where_one_gave_most(
     for _ in range(tries):
         skill = generator.beta(7, 3, len(of_each))  # the mean is 0.7
         margins = np.where(generator.random(len(who)) < skill[who], 1.0, -1.0)
-        low, high = accuracy_interval(margins.tolist(), voters)
+        low, high = accuracy_interval(margins.tolist(), by(voters))
         held += low <= 0.7 <= high
     assert held / tries > least
 
@@ -232,7 +242,7 @@ def test_intervals_of_votes_set_beside_others_hold_the_truth_as_often_as_they_sa
         margins = (knows[liker] + knows[disliker] + rng.normal(0, 1, 400)).tolist()
         truth = 0.7181  # the normal distribution's share above 0, mean 1, deviation the root of 3
         low, high = accuracy_interval(
-            margins, [(f"p{a}", f"p{b}") for a, b in zip(liker, disliker, strict=True)]
+            margins, by((f"p{a}", f"p{b}") for a, b in zip(liker, disliker, strict=True))
         )
         held += low <= truth <= high
         low, high = accuracy_interval(margins)
@@ -254,7 +264,91 @@ def test_intervals_of_votes_beside_others_hold_the_truth_where_few_gave_most(
         margins = (knows[liker] + knows[disliker] + rng.normal(0, 1, len(liker))).tolist()
         truth = 0.7929  # the normal distribution's share above 0, mean 1, variance 1.5
         low, high = accuracy_interval(
-            margins, [(f"p{a}", f"p{b}") for a, b in zip(liker, disliker, strict=True)]
+            margins, by((f"p{a}", f"p{b}") for a, b in zip(liker, disliker, strict=True))
         )
         held += low <= truth <= high
     assert held / tries > 0.90
+
+
+def test_a_conversation_weighs_as_a_person_does() -> None:
+    right = [1.0] * 9 + [0.0] + [1.0, 0.0] * 5
+    ann_and_bob = [("ann",)] * 10 + [("bob",)] * 10
+    effect = design_effect(right, ann_and_bob)
+    assert effect > 1
+    alone = [(str(n),) for n in range(20)]
+    assert shared_effect(right, list(map(HangsOn, ann_and_bob, alone))) == effect
+    assert shared_effect(right, list(map(HangsOn, alone, ann_and_bob))) == effect
+    # Whoever has a conversation to themselves is not counted for both.
+    assert shared_effect(right, list(map(HangsOn, ann_and_bob, ann_and_bob))) == effect
+    # Five conversations, in each of which both take part.
+    five = [(f"c{n % 5}",) for n in range(20)]
+    both = (
+        design_effect(right, five)
+        + effect
+        - design_effect(
+            right, [(f"{who} {where}",) for (who,), (where,) in zip(ann_and_bob, five, strict=True)]
+        )
+    )
+    assert shared_effect(right, list(map(HangsOn, ann_and_bob, five))) == max(both, effect)
+    assert shared_effect(right, list(map(HangsOn, alone, [("all",)] * 20))) == 1
+    begun = (*user_prompt("hi"), Message("assistant", "hello"))
+    first, other = ((*begun, Message("user", text)) for text in ("when is it due?", "how are you?"))
+    later = (*first, Message("assistant", "soon"), Message("user", "when?"))
+    one, two, another = (
+        PreferencePair("p", prompt, "a", "b", "v", "", "train") for prompt in (first, later, other)
+    )
+    assert hangs_on(one) == hangs_on(two) != hangs_on(another)
+    assert hangs_on(one, another) == HangsOn(
+        ("v", "v"), (*hangs_on(two).conversations, *hangs_on(another).conversations)
+    )
+
+
+@pytest.mark.parametrize(
+    ("conversations", "of_each", "raters"),
+    [(30, 10, 0), (12, 25, 0), (60, 5, 0), (15, 40, 15)],
+    ids=["thirty", "twelve", "five annotators", "few raters too"],
+)
+def test_intervals_hold_the_truth_where_conversations_are_few(
+    conversations: int, of_each: int, raters: int
+) -> None:
+    rng = np.random.default_rng(2)
+    held, naive, tries, count = 0, 0, 250, conversations * of_each
+    where = np.repeat(np.arange(conversations), of_each)
+    for _ in range(tries):
+        # The model knows some questions far better than others, and some people.
+        who = rng.integers(0, raters, count) if raters else np.arange(count)
+        ahead = 0.7 + rng.normal(0, 1, conversations)[where] + rng.normal(0, 1, count)
+        if raters:
+            ahead += rng.normal(0, 1, raters)[who]
+        truth = 0.6897 if not raters else 0.6570  # the normal's share above 0, variance 2, or 3
+        on = [HangsOn((f"p{a}",), (f"c{b}",)) for a, b in zip(who, where, strict=True)]
+        low, high = accuracy_interval(ahead.tolist(), on)
+        held += low <= truth <= high
+        low, high = accuracy_interval(
+            ahead.tolist(), [one._replace(conversations=()) for one in on]
+        )
+        naive += low <= truth <= high
+    assert held / tries > 0.92
+    assert naive / tries < 0.90
+
+
+@pytest.mark.parametrize(("conversations", "of_each"), [(30, 10), (12, 25), (300, 1)])
+def test_a_calibrated_model_is_beyond_the_noise_as_seldom_where_conversations_are_few(
+    conversations: int, of_each: int
+) -> None:
+    rng = np.random.default_rng(1)
+    beyond, naive, tries = 0, 0, 400
+    on = [HangsOn((str(n),), (f"c{n // of_each}",)) for n in range(conversations * of_each)]
+    for _ in range(tries):
+        margins = np.abs(rng.normal(0, 2, (conversations, of_each)))
+        # Whom a question surprises it mostly surprises together: a third of each outcome is shared.
+        shared = rng.random((conversations, 1))
+        drawn = np.where(rng.random(margins.shape) < 0.55, shared, rng.random(margins.shape))
+        foreseen = 1 / (1 + np.exp(-margins))
+        told = np.where(drawn < foreseen, margins, -margins).ravel().tolist()
+        bins = reliability(told, Confidence())
+        effect = calibration_effect(told, Confidence(), on)
+        beyond += calibration_error(bins) > calibration_noise(bins, effect)
+        naive += calibration_error(bins) > calibration_noise(bins)
+    assert beyond / tries < 0.09
+    assert of_each == 1 or naive / tries > 0.12

@@ -26,7 +26,7 @@ from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import FeedbackKind, RewardExample, prompt_to_json
 from rlhf_pipeline.reward import WORST
-from rlhf_pipeline.reward.calibration import Bin, Confidence, by_length
+from rlhf_pipeline.reward.calibration import Bin, Confidence, HangsOn, by_length
 from rlhf_pipeline.reward.held_out import (
     MOST_SINGLES,
     Lead,
@@ -229,7 +229,7 @@ def test_a_bin_of_all_pairs_is_a_whole_dot_beside_the_legend(
 
 def alone(values: Iterable[float]) -> list[Lead]:
     """Return them as leads of as many people."""
-    return [Lead(value, f"alone {next(NUMBERS)}") for value in values]
+    return [Lead(value, HangsOn((f"alone {next(NUMBERS)}",))) for value in values]
 
 
 def test_what_tells_votes_apart_is_as_sure_as_it_says_where_people_differ() -> None:
@@ -242,7 +242,10 @@ def test_what_tells_votes_apart_is_as_sure_as_it_says_where_people_differ() -> N
         liked, disliked = rng.normal(knows[voters[0]], 1), rng.normal(0, 1, 150)
         truth = 0.7181  # of a normal difference, mean 1, variance 1 of people and 1 of each vote
         sides = [
-            [Lead(value, f"p{who}") for value, who in zip(values.tolist(), by, strict=True)]
+            [
+                Lead(value, HangsOn((f"p{who}",)))
+                for value, who in zip(values.tolist(), by, strict=True)
+            ]
             for values, by in zip((liked, disliked), voters, strict=True)
         ]
         found = tells_apart(*sides)
@@ -372,7 +375,7 @@ def test_a_bag_of_words_and_a_curve_need_something_to_go_by(planted: Planted) ->
     assert learning_curve(wide[:30], ones, wide[30:])[-1].accuracy.share == 1
     wide[35:, 0] -= 18  # half of what is held out is by somebody who finds the opposite
     many, two = (
-        learning_curve(wide[:30], ones, wide[30:], people)[-1].accuracy
+        learning_curve(wide[:30], ones, wide[30:], [HangsOn(who) for who in people])[-1].accuracy
         for people in ([(str(n),) for n in range(10)], [("ann",)] * 5 + [("bob",)] * 5)
     )
     assert many.share == two.share == 0.5

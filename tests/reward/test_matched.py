@@ -30,7 +30,7 @@ from rlhf_pipeline.records import (
     prompt_to_json,
     user_prompt,
 )
-from rlhf_pipeline.reward.calibration import highest_floor, pair_accuracy
+from rlhf_pipeline.reward.calibration import HangsOn, hangs_on, highest_floor, pair_accuracy
 from rlhf_pipeline.reward.ensemble import Combine
 from rlhf_pipeline.reward.fitting import Heard
 from rlhf_pipeline.reward.heads import Combined
@@ -463,7 +463,7 @@ def test_a_reward_that_knows_questions_alone_is_no_better_than_chance(
     scores = reward([RewardInput(v.prompt, v.completion) for v in votes])
     plain: dict[float | None, list[Lead]] = {1.0: [], 0.0: []}
     for one, score in zip(votes, scores, strict=True):
-        plain[one.number].append(Lead(score, one.voter))
+        plain[one.number].append(Lead(score, hangs_on(one)))
     assert tells_apart(plain[1.0], plain[0.0]).share > 0.75  # good and bad votes it tells apart
     assert report.interval[0] < 0.5  # yet not by the answers
     assert report.findings is not None  # which no other number of the report hides
@@ -479,7 +479,9 @@ def test_a_reward_that_knows_questions_alone_is_no_better_than_chance(
     held = of_matches(found, usual_of(planted, votes))
     knows = torch.tensor([float(about(prompt[0].content)) for prompt, _ in held.texts])
     liked, disliked = knows[: 2 * len(held)].chunk(2)
-    sides = ([Lead(v, str(n)) for n, v in enumerate(s.tolist())] for s in (liked, disliked))
+    sides = (
+        [Lead(v, HangsOn((str(n),))) for n, v in enumerate(s.tolist())] for s in (liked, disliked)
+    )
     assert tells_apart(*sides).share == 1
     assert pair_accuracy(held.margins(knows)) == 0.5
 
