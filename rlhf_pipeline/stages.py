@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import EvaluationError, NotEnoughData, PromptRefused, TrainingError
 from rlhf_pipeline.feedback import datasets, gold, snapshot
-from rlhf_pipeline.feedback.datasets import JOBS, Job, job_of, unit_interval
+from rlhf_pipeline.feedback.datasets import JOBS, Job, job_of, opening_of, unit_interval
 from rlhf_pipeline.fence import need_right_to_write
 from rlhf_pipeline.files import read_json, write_json, write_text
 from rlhf_pipeline.records import (
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.evaluation.behaviour import BehaviourItem
     from rlhf_pipeline.evaluation.pair_judge import PairJudge
     from rlhf_pipeline.policy.loading import Policy
+    from rlhf_pipeline.policy.tiny import Said
     from rlhf_pipeline.ppo.plan import RewardModels
     from rlhf_pipeline.ppo.result import TrainingResult
     from rlhf_pipeline.ppo.settings import PpoSettings
@@ -107,7 +108,7 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
         )
     source = base_source(settings)
     if source is None:
-        policy = _untrained(settings, examples)
+        policy = _untrained(settings, examples, _said(turn, seeded))
     else:
         policy = load_policy(
             source,
@@ -229,7 +230,7 @@ def base_source(settings: Settings) -> str | Path | None:
     return base_folder(registry, base)
 
 
-def _untrained(settings: Settings, examples: Sequence[SftExample]) -> Policy:
+def _untrained(settings: Settings, examples: Sequence[SftExample], said: Sequence[Said]) -> Policy:
     """Return the tiny policy, on the recipe's tiktoken encoding or a tokenizer fitted here."""
     from rlhf_pipeline.policy.tiny import build_tiny, build_tiny_on
 
@@ -243,7 +244,7 @@ def _untrained(settings: Settings, examples: Sequence[SftExample]) -> Policy:
     }
     if tiny.encoding is not None:
         return build_tiny_on(tiny.encoding, **sizes)
-    return build_tiny(_texts(examples), vocabulary=tiny.vocabulary, **sizes)
+    return build_tiny(_texts(examples), said, vocabulary=tiny.vocabulary, **sizes)
 
 
 def without_gold(turn: Turn, frame: pd.DataFrame) -> pd.DataFrame:
@@ -991,6 +992,34 @@ def _texts(examples: Sequence[SftExample]) -> list[str]:
         for example in examples
         for text in (*(message.content for message in example.prompt), example.completion)
     ]
+
+
+def _said(turn: Turn, seeded: Sequence[SftExample]) -> list[Said]:
+    """Return the texts of the seeds, and of the votes that may train with whose they are.
+
+    Who asked says the store; of a vote that brought its own texts, who voted.
+    """
+    from rlhf_pipeline.database import open_database
+    from rlhf_pipeline.feedback.store import FeedbackStore
+    from rlhf_pipeline.policy.tiny import Said
+
+    kinds: tuple[tuple[str, type[Any]], ...] = ((PAIRS, PreferencePair), (EXAMPLES, RewardExample))
+    files = [(datasets.place_of(turn.data / name), kind) for name, kind in kinds]
+    votes = [v for path, kind in files if path.exists() for v in datasets.read_jsonl(path, kind)]
+    said = [Said(text, None) for text in _texts(seeded)]
+    if not votes:
+        return said
+    store = FeedbackStore(open_database(turn.settings.resolved_database_url))
+    askers = store.askers(turn.agent_id)
+    for vote in votes:
+        if vote.split != "train":
+            continue
+        is_pair = isinstance(vote, PreferencePair)
+        texts = (vote.chosen, vote.rejected) if is_pair else (vote.completion,)
+        asker = askers.get(vote.pair_id if is_pair else vote.example_id, vote.voter)
+        of = asker, vote.voter, prompt_to_json(opening_of(vote.prompt))
+        said += [Said(text, of) for text in (*(m.content for m in vote.prompt), *texts)]
+    return said
 
 
 def read_conversations(path: Path) -> list[SftExample]:

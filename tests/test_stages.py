@@ -14,21 +14,25 @@ import torch
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError, NotEnoughData, PipelineError, TrainingError
 from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.experiment.offline import offline
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.feedback.datasets import JOBS
+from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.policy.loading import Policy, load_policy
 from rlhf_pipeline.ppo.plan import SHARE_USED, make_plan, read_config
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.records import (
+    Feedback,
     FeedbackKind,
     Interaction,
     PreferencePair,
     Progress,
     RewardExample,
+    SftExample,
     ignore_progress,
     now,
     user_prompt,
@@ -258,6 +262,56 @@ def test_many_votes_on_one_prompt_are_told_to_be_of_one(tmp_path: Path) -> None:
     )
     prompts, watched, _ = stages.asked_prompts(turn)
     assert (len(prompts), len(watched)) == (1, 1)
+
+
+def test_no_person_stays_in_the_tokenizer_that_version_0_gets(tmp_path: Path) -> None:
+    """Erasure reaches their rows, and no word of theirs is anywhere else to be read."""
+
+    def votes(word: str, voters: list[str]) -> list[PreferencePair]:
+        return [
+            PreferencePair(
+                f"{word} {n}",
+                user_prompt(f"I am {word}, number {n}, where is it?"),
+                f"Here, {word}.",
+                "No.",
+                voters[n % len(voters)],
+                "",
+                "train",
+            )
+            for n in range(24)
+        ]
+
+    sizes = {"layers": 1, "width": 32, "heads": 2, "context": 96, "vocabulary": 700}
+    changes = {
+        "policy": {"tiny": sizes, "max_prompt_tokens": 64, "max_completion_tokens": 24},
+        "sft": {"seed_conversations": "simulated:20", "epochs": 1},
+    }
+    settings = load_settings("tiny", {"state_dir": tmp_path, **changes})
+    own, liked = votes("Zxqvmarker", ["ann"]), votes("everybody", ["ann", "bob", "cy"])
+    held_out = [replace(pair, split="evaluation") for pair in votes("Wjkhidden", list("abcdefgh"))]
+    # Zoe asks, and three people vote: of an answer to her, her words are no less her own.
+    store = FeedbackStore(open_database(settings.resolved_database_url))
+    store.ensure_agent("a")
+    hers = [replace(pair, pair_id="") for pair in votes("Ptolemaida", ["dan", "eve", "fay"])]
+    for number, pair in enumerate(hers):
+        one = Interaction(f"{number}", "a", pair.prompt, pair.chosen, 0, now(), user_id="zoe")
+        store.add_interactions([one])
+        kind, by = FeedbackKind.thumbs, pair.voter
+        given = Feedback("a", kind, f"{number}", one.interaction_id, number=1.0, rater_id=by)
+        [kept] = store.append([given])
+        hers[number] = replace(pair, pair_id=kept.feedback_id)
+    datasets.write_jsonl(tmp_path / stages.PAIRS, [*own, *liked, *hers, *held_out])
+    datasets.write_jsonl(tmp_path / stages.EXAMPLES, [])
+    imitated = [
+        SftExample(pair.prompt, pair.chosen, "preference") for pair in (*own, *liked, *hers)
+    ]
+    datasets.write_jsonl(tmp_path / stages.SFT_EXAMPLES, imitated)
+    turn = Turn("a", "0" * 64, 0, 0, tmp_path, tmp_path / "work", None, None, settings)
+    path = Path(stages.train_baseline(turn, ignore_progress, lambda: None)["path"])
+    tokens = load_policy(path, device="cpu").tokenizer.get_vocab()
+    assert {"Ġeverybody", "Ġwhere"} <= tokens.keys()
+    names = ("Zxq", "Wjk", "Ptol")
+    assert not any(name in token for token in tokens for name in names)
 
 
 def test_a_seed_conversation_that_the_chat_template_refuses_is_named_by_its_line(

@@ -323,6 +323,16 @@ class FeedbackStore:
         values["prompt"] = prompt_from_json(values["prompt"])
         return Interaction(**values)
 
+    def askers(self, agent_id: str) -> dict[str, str]:
+        """Return who asked what each vote is about, by the vote's id, where that is known."""
+        f, i = db.feedback.c, db.interactions.c
+        asker = sa.func.coalesce(i.user_id, i.session_id)
+        joined = db.feedback.join(db.interactions, i.interaction_id == f.interaction_id)
+        query = sa.select(f.feedback_id, asker).select_from(joined)
+        query = query.where(f.agent_id == agent_id, asker.is_not(None))
+        with self.database.read() as connection:
+            return {str(vote): str(who) for vote, who in connection.execute(query)}
+
     def new_since(
         self,
         agent_id: str,

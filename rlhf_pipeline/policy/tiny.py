@@ -6,7 +6,9 @@ until `train_sft` teaches it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,6 +21,8 @@ from rlhf_pipeline.policy.tokenizers import tiktoken_tokenizer
 PAD, EOS = "<|pad|>", "<|eos|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 BYTES = 256  # the alphabet of byte-level BPE: any text can be written
+AT_ONCE = 1000  # texts encoded
+SAID_BY = 3  # people, in as many conversations: fewer are known by what is said
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -29,8 +33,17 @@ CHAT_TEMPLATE = (
 )
 
 
+class Said(NamedTuple):
+    """A text that a tokenizer may be fitted to, and what it may be told by."""
+
+    text: str
+    of: tuple[str, str, str] | None  # who asked, who voted, in which conversation; None: a seed
+
+
 def build_tiny(
     texts: Iterable[str],
+    said: Sequence[Said] = (),
+    /,
     *,
     vocabulary: int,
     layers: int,
@@ -41,6 +54,9 @@ def build_tiny(
 ) -> Policy:
     """Return an untrained policy on the CPU whose tokenizer is fitted to `texts`.
 
+    A tokenizer is readable, and outlives an erasure: where it is told who `said` what, its tokens
+    hold nothing that stands in no seed, and that fewer than SAID_BY people asked or were answered,
+    as many voted on, in as many conversations.
     `vocabulary` is the most tokens there may be; few texts give fewer. The same arguments give the
     same tokenizer and the same weights. Raises ModelError where the sizes do not fit together.
     """
@@ -51,7 +67,7 @@ def build_tiny(
             "raise `vocabulary`"
         )
     _check_width(width, heads)
-    tokenizer = train_tokenizer(texts, vocabulary=vocabulary, context=context)
+    tokenizer = train_tokenizer(texts, said, vocabulary=vocabulary, context=context)
     return _on(tokenizer, layers=layers, width=width, heads=heads, context=context, seed=seed)
 
 
@@ -116,10 +132,11 @@ def tiny_config(
 
 
 def train_tokenizer(
-    texts: Iterable[str], *, vocabulary: int, context: int
+    texts: Iterable[str], said: Sequence[Said] = (), /, *, vocabulary: int, context: int
 ) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer with role tokens, pad, eos and a chat template.
 
+    It is fitted to `texts`, and holds of what was `said` what `build_tiny` has it hold.
     Source of byte-level BPE: Radford et al. 2019 (GPT-2), section 2.2.
     """
     bpe = Tokenizer(models.BPE())
@@ -134,6 +151,8 @@ def train_tokenizer(
             show_progress=False,
         ),
     )
+    if said:
+        bpe.model = _of_several(bpe, said)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         pad_token=PAD,
@@ -142,6 +161,39 @@ def train_tokenizer(
         clean_up_tokenization_spaces=False,
     )
     return _with_roles(tokenizer, context)
+
+
+def _of_several(bpe: Tokenizer, said: Sequence[Said]) -> models.BPE:
+    """Return its merges without those that too few people's words came to."""
+    model = json.loads(bpe.to_str())["model"]
+    parts = {token: {token} for token in model["vocab"]}
+    for left, right in model["merges"]:  # the tokens that a token was merged from, and itself
+        parts[left + right] |= parts[left] | parts[right]
+    merged = {left + right for left, right in model["merges"]}
+    kept = model["vocab"].keys() - merged
+    told: dict[str, tuple[set[str], ...]] = {}  # by token: who asked, who voted, where
+    for one, found in zip(said, _found(bpe, [one.text for one in said], parts), strict=True):
+        if one.of is None:
+            kept |= found
+            continue
+        for token in found - kept:
+            of_it = told.setdefault(token, (set(), set(), set()))
+            for so_far, new in zip(of_it, one.of, strict=True):
+                so_far.add(new)
+            if min(map(len, of_it)) >= SAID_BY:
+                kept.add(token)  # and whatever it was merged from, which was found as often
+    vocabulary = [
+        token for token in sorted(model["vocab"], key=model["vocab"].get) if token in kept
+    ]
+    merges = [(left, right) for left, right in model["merges"] if left + right in kept]
+    return models.BPE(vocab={token: n for n, token in enumerate(vocabulary)}, merges=merges)
+
+
+def _found(bpe: Tokenizer, texts: Sequence[str], parts: dict[str, set[str]]) -> Iterable[set[str]]:
+    """Return which tokens, and parts of tokens, each text is of."""
+    for start in range(0, len(texts), AT_ONCE):
+        for encoded in bpe.encode_batch(texts[start : start + AT_ONCE]):
+            yield set[str]().union(*(parts[token] for token in {*encoded.tokens}))
 
 
 def _with_roles(tokenizer: PreTrainedTokenizerFast, context: int) -> PreTrainedTokenizerFast:

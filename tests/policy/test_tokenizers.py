@@ -23,7 +23,7 @@ from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.policy.sampling import complete
 from rlhf_pipeline.policy.sft import train_sft
-from rlhf_pipeline.policy.tiny import build_tiny, build_tiny_on, train_tokenizer
+from rlhf_pipeline.policy.tiny import BYTES, Said, build_tiny, build_tiny_on, train_tokenizer
 from rlhf_pipeline.policy.tokenizers import (
     PATTERNS,
     SAMPLES,
@@ -225,3 +225,46 @@ def test_a_look_at_a_model_finds_weights_that_are_no_numbers(tmp_path: Path) -> 
     more: Policy = load_policy(tmp_path / "kept", device="cpu")
     more.tokenizer.add_tokens(["one", "too", "many"])
     assert not diagnose_model(more, tokens=4).tokens_fit
+
+
+def test_a_tokenizer_keeps_no_word_of_few_people() -> None:
+    def by(word: str, askers: int, voters: int, places: int) -> list[Said]:
+        return [
+            Said(f"it is {word} who asks", (f"a{n % askers}", f"v{n % voters}", f"c{n % places}"))
+            for n in range(12)
+        ]
+
+    said = [
+        *by("Brzeczyszczykiewicz", 2, 2, 12),  # two people, wherever
+        *by("Grzegorz", 1, 3, 12),  # somebody on whose chats three vote
+        *by("wherefore", 12, 2, 12),  # two annotators
+        *by("kettlefish", 12, 12, 2),  # a conversation that many voted on
+        *by("everybody", 3, 3, 12),
+        *by("Brzoza", 12, 12, 12),  # which begins as the first does
+    ]
+    seeds = ["the kettle is here"] * 5
+    texts = [*seeds, *(one.text for one in said)]
+    whose = [*(Said(text, None) for text in seeds), *said]
+    tokenizer = train_tokenizer(texts, whose, vocabulary=800, context=64)
+    plain = train_tokenizer(seeds, vocabulary=800, context=64)
+    words = {token.removeprefix("Ġ") for token in tokenizer.get_vocab()}
+    assert {"everybody", "Brzoza", "kettle", "who"} <= words
+    few = ("Brzeczy", "Grzeg", "kettlef", "wheref")
+    assert not any(start in word for word in words for start in few)
+    everything = train_tokenizer(texts, vocabulary=800, context=64)
+    assert {"ĠBrzeczyszczykiewicz", "ĠGrzegorz", "Ġkettlefish"} <= everything.get_vocab().keys()
+    assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
+    assert tokenizer.all_special_ids == plain.all_special_ids
+    for text in (*SAMPLES.values(), *(one.text for one in said)):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    two = by("anybody", 2, 2, 2)
+    nothing = train_tokenizer([one.text for one in two], two, vocabulary=800, context=64)
+    assert len(nothing) == BYTES + len(nothing.all_special_tokens)
+
+
+@pytest.mark.parametrize("text", [*SAMPLES.values()], ids=[*SAMPLES])
+def test_what_three_people_said_is_a_tokenizers_as_a_seed_is(text: str) -> None:
+    said = [Said(text, (who, who, who)) for who in ("ann", "bob", "cy")]
+    heard = train_tokenizer([text], said, vocabulary=500, context=64)
+    told = train_tokenizer([text], vocabulary=500, context=64)
+    assert heard.backend_tokenizer.to_str() == told.backend_tokenizer.to_str()
