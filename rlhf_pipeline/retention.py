@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Literal
 import structlog
 
 from rlhf_pipeline import old_rows
-from rlhf_pipeline.config import KeptSettings, Settings
+from rlhf_pipeline.config import RECIPES, KeptSettings, Settings
 from rlhf_pipeline.errors import ClaimRefused, ConfigError, PipelineError
 from rlhf_pipeline.evaluation.facts import SUPPORT
 from rlhf_pipeline.event_logs import Traces, forget_examples
@@ -113,27 +113,33 @@ def prune(
     claims = ClaimBook(registry.ledger.database)
     looked: list[Item] = []
     every = FeedbackStore(registry.ledger.database).agents()
+    named = _named(every, settings_of)
     for agent_id in every if agents is None else agents:
         settings = settings_of(agent_id)
         if dry_run:
-            looked += survey(registry, settings, agent_id, at=at)
+            looked += survey(registry, settings, agent_id, named, at=at)
             continue
         mark, holder = hashed(PRUNE, agent_id), f"prune-{uuid.uuid4().hex[:12]}"
         try:
             held = claims.claim(agent_id, mark, 0, holder=holder, asked_by=PRUNE)
         except ClaimRefused:
-            looked += survey(registry, settings, agent_id, at=at)  # says who trains it
+            looked += survey(registry, settings, agent_id, named, at=at)  # says who trains it
             continue
         try:
             with claims.kept_alive(held.token):
-                looked += _prune_agent(registry, settings, held, at, report)
+                looked += _prune_agent(registry, settings, held, named, at, report)
         finally:
             claims.let_go(held.token)
     return looked
 
 
 def _prune_agent(
-    registry: ModelRegistry, settings: Settings, held: Claim, at: datetime, report: Progress
+    registry: ModelRegistry,
+    settings: Settings,
+    held: Claim,
+    named: Mapping[Path, str],
+    at: datetime,
+    report: Progress,
 ) -> list[Item]:
     from rlhf_pipeline.registry.forgetting import forget_old_traces, forget_runs
 
@@ -141,7 +147,7 @@ def _prune_agent(
     claims, folder = ClaimBook(registry.ledger.database), settings.agent_folder(agent_id)
     for leftover in [*folder.glob("snapshots/.*.old-*"), *folder.glob("turns/**/.*.old-*")]:
         shutil.rmtree(leftover, ignore_errors=True)  # of a prune that was killed
-    items = survey(registry, settings, agent_id, at=at, ours=held.token)
+    items = survey(registry, settings, agent_id, named, at=at, ours=held.token)
     for n, item in enumerate(items):
         if item.stays is not None:
             continue
@@ -178,13 +184,15 @@ def survey(
     registry: ModelRegistry,
     settings: Settings,
     agent_id: str,
+    named: Mapping[Path, str],
     *,
     at: datetime,
     ours: int | None = None,
 ) -> list[Item]:
     """Return everything of an agent that may go, with why it stays if it does; newest first.
 
-    `ours` is the token of the claim under which this looks.
+    `named` are folders of reward models that stay, and why. `ours` is the token of the claim under
+    which this looks.
     """
     from rlhf_pipeline.registry.forgetting import old_traces
 
@@ -202,7 +210,33 @@ def survey(
     found += _old_rows(registry, settings, agent_id, at)
     if standing.trained_by is not None:
         found = [replace(item, stays=f"{standing.trained_by} trains it") for item in found]
+    return [_needed(item, named) for item in found]
+
+
+def _named(agents: Iterable[str], settings_of: Callable[[str], Settings]) -> dict[Path, str]:
+    """Return where reward models lie that recipes name, or may name, each with why they stay."""
+    found = {}
+    for agent_id in agents:
+        try:
+            given = settings_of(agent_id).reward.given
+        except ConfigError:
+            anywhere = Path("/")
+            found[anywhere] = f"the recipe of {agent_id} does not load, and may name them"
+        else:
+            if given is not None:
+                folder = (RECIPES.parent / given).resolve()
+                found[folder] = f"the recipe of {agent_id} names them (reward.given)"
     return found
+
+
+def _needed(item: Item, named: Mapping[Path, str]) -> Item:
+    """Return the item, which stays where reward models in it are named."""
+    for place in map(Path.resolve, item.places):
+        for folder, why in named.items():
+            of_it = item.kind == "rewards" and place.is_relative_to(folder)
+            if item.stays is None and (of_it or folder.is_relative_to(place)):
+                return replace(item, stays=why)
+    return item
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline import retention
 from rlhf_pipeline.backup import back_up
 from rlhf_pipeline.cli import app
-from rlhf_pipeline.config import KeptSettings, RetentionSettings, Settings
+from rlhf_pipeline.config import RECIPES, KeptSettings, RetentionSettings, Settings, load_settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.erasure import erase
 from rlhf_pipeline.errors import ConfigError
@@ -350,6 +350,50 @@ def test_reward_models_that_a_version_began_from_stay_in_a_folder_that_was_moved
     assert why[hashed(agent, "other")[:16]] is None
     weights = state.settings.agent_folder(agent) / "turns" / before.name / "reward"
     assert len([*weights.glob("*/trunk")]) == 3
+
+
+def test_reward_models_that_another_agents_recipe_names_stay(state: State) -> None:
+    agent, other = state.new_agent(), state.new_agent()
+    lost: list[str] = []
+    for name in ("named", "failed", "other", "newest"):
+        state.trained(agent, name, state="failed" if name == "failed" else "done")
+        if name != "failed":
+            state.registered(agent, name, passed=False)
+    turns = {
+        name: state.settings.turn_folder(agent, hashed(agent, name))
+        for name in ("named", "failed", "other")
+    }
+    named = {other: turns["named"] / "reward", agent: turns["failed"] / "reward"}
+
+    def settings_of(agent_id: str) -> Settings:
+        if agent_id in lost:
+            raise ConfigError("no such recipe")
+        folder = named.get(agent_id)
+        given = None if folder is None else os.path.relpath(folder, RECIPES.parent)
+        reward = {"given": given}
+        return load_settings("tiny", {"state_dir": state.folder, "reward": reward}).model_copy(
+            update={"retention": GREEDY}
+        )
+
+    def prune(**wishes: Any) -> dict[tuple[str, str], str | None]:
+        items = retention.prune(state.registry, settings_of, agents=[agent], **wishes)
+        return {(item.kind, item.name): item.stays for item in items}
+
+    told = prune(dry_run=True)
+    assert prune() == told
+    names = {name: folder.name for name, folder in turns.items()}
+    assert told["rewards", names["named"]] == f"the recipe of {other} names them (reward.given)"
+    assert told["turns", names["failed"]] == f"the recipe of {agent} names them (reward.given)"
+    assert told["rewards", names["other"]] is None
+    assert len([*turns["named"].glob("reward/*/trunk")]) == 3
+    assert turns["failed"].is_dir()
+    named.clear()
+    lost.append(other)
+    why = f"the recipe of {other} does not load, and may name them"
+    assert prune()["rewards", names["named"]] == why
+    lost.clear()
+    assert prune()["rewards", names["named"]] is None
+    assert not [*turns["named"].glob("reward/*/trunk")]
 
 
 def test_the_newest_stay_however_old(state: State) -> None:
