@@ -20,6 +20,7 @@ import structlog
 import yaml
 
 from rlhf_pipeline.errors import OrchestratorAway
+from rlhf_pipeline.files import no_room
 from rlhf_pipeline.topics import ERASED, without_topic_rows, without_topics
 
 log = structlog.get_logger(__name__)
@@ -69,8 +70,9 @@ def forget_examples(folder: Path, agent_id: str, traces: Traces) -> int:
                 changed += _clean(connection, tables & PLACES.keys(), traces, others)
         except sqlite3.Error as error:
             raise OrchestratorAway(
-                f"needed Dagster's database {path} to take examples out of, found: {error}; mend "
-                "it or move it away, and ask again"
+                no_room(error, str(path))
+                or f"needed Dagster's database {path} to take examples out of, found: {error}; "
+                "mend it or move it away, and ask again"
             ) from error
     return changed
 

@@ -158,7 +158,11 @@ def no_room(error: BaseException | None, file: str = "") -> str:
     Where there is not even room for the index of its log, SQLite cannot read either, and says no
     more than "disk I/O error": what is free beside the file tells that from a broken disk.
     """
-    if isinstance(error, OSError):
+    said = " ".join(str(error).split())
+    if isinstance(error, shutil.Error):  # of a folder's copy: of each file's error the words alone
+        said = str(error.args[0][0][-1])
+        is_full = said.startswith(tuple(f"[Errno {n}]" for n in (errno.ENOSPC, errno.EDQUOT)))
+    elif isinstance(error, OSError):
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     else:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the other bytes say at what
@@ -168,7 +172,6 @@ def no_room(error: BaseException | None, file: str = "") -> str:
     if not is_full:
         return ""
     found = f"found {file}" if file else "found"
-    said = " ".join(str(error).split())
     return f"needed room on the disk, {found}: {said}; make room, and do it again"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -172,4 +173,18 @@ def test_a_comparison_that_quotes_others_stays_whole() -> None:
 def test_a_database_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "index.db").write_bytes(b"no database at all" * 100)
     with pytest.raises(OrchestratorAway, match=r"index\.db to take examples out of, found"):
+        forget_examples(tmp_path, "shop", ANN)
+
+
+def test_a_database_whose_disk_is_full_is_not_said_to_be_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clean(connection: sqlite3.Connection, *_: object) -> int:
+        connection.execute("PRAGMA max_page_count = 2")
+        connection.execute("CREATE TABLE rows (row)")
+        return connection.execute("INSERT INTO rows VALUES (zeroblob(100000))").rowcount
+
+    sqlite3.connect(tmp_path / "index.db").close()
+    monkeypatch.setattr("rlhf_pipeline.event_logs._clean", clean)
+    with pytest.raises(OrchestratorAway, match=r"^needed room on the disk, found .*make room, and"):
         forget_examples(tmp_path, "shop", ANN)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from rlhf_pipeline.files import (
     folder_sha256,
     new_file,
     new_folder,
+    no_room,
     read_json,
     read_yaml,
     remove_half_written,
@@ -213,3 +216,20 @@ def test_a_key_that_stands_twice_is_shown_as_what_is_under_the_first_would_be_lo
     read = read_yaml(path)
     assert read["b"] == {"of": {"x": {"of": 1}, "y": 3}, 1: "of", "1": "of"}
     assert read["c"][0] is read["c"]
+
+
+def test_a_copy_that_a_full_disk_has_no_room_for_says_so(tmp_path: Path) -> None:
+    write_text(tmp_path / "model" / "weights", "many")
+    why = OSError(errno.ENOSPC, "No space left on device")
+
+    def copy(*_: object) -> None:
+        raise why
+
+    with pytest.raises(shutil.Error) as found:
+        shutil.copytree(tmp_path / "model", tmp_path / "copy", copy_function=copy)
+    assert no_room(found.value) == no_room(why)
+    assert no_room(why).startswith("needed room on the disk, found: [Errno 28]")
+    why = OSError(errno.EACCES, "Permission denied")
+    with pytest.raises(shutil.Error) as found:
+        shutil.copytree(tmp_path / "model", tmp_path / "another", copy_function=copy)
+    assert no_room(found.value) == ""

@@ -29,7 +29,8 @@ BEAT_SECONDS = 20.0
 AHEAD = timedelta(hours=1)
 """How far another machine's clock may be ahead; what is dated later was dated by a wrong one."""
 ERASURE, PRUNE = "erasure", "prune"
-NO_TRAINING = (ERASURE, PRUNE)  # asked_by of claims that only keep turns away: no attempts at one
+NO_TRAINING = {ERASURE: "cleared of somebody's data", PRUNE: "cleared of old files"}
+"""asked_by of claims that only keep turns away, no attempts at one; what is done meanwhile."""
 
 ClaimState = Literal["held", "failed", "lost", "done"]
 
@@ -105,6 +106,11 @@ class ClaimBook:
                 return replace(held, heartbeat_at=moment, expires_at=moment + lease)
             raise ClaimLost(f"claim {held.token} of run {holder} was taken over just now")
         if held is not None and held.expires_at > moment:
+            if held.asked_by in NO_TRAINING:  # its holder is no run anybody could follow
+                raise ClaimRefused(
+                    f"agent {agent_id!r} is being {NO_TRAINING[held.asked_by]}; do it again once "
+                    "that is over"
+                )
             raise ClaimRefused(
                 f"agent {agent_id!r} is being trained by run {held.holder} (token {held.token}, "
                 f"heartbeat {held.heartbeat_at:%Y-%m-%d %H:%M:%S} UTC); wait for it or stop it"

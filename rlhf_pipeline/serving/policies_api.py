@@ -35,7 +35,7 @@ from rlhf_pipeline.errors import (
     TooManyVotes,
 )
 from rlhf_pipeline.feedback import snapshot
-from rlhf_pipeline.feedback.claims import ERASURE, PRUNE, ClaimBook
+from rlhf_pipeline.feedback.claims import NO_TRAINING, ClaimBook
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import (
     LONGEST_COMMENT,
@@ -83,9 +83,6 @@ MIN_SAMPLES = 10  # published; validation.min_rows may ask for more
 UPSTREAM_FAILED = 502
 LOOK_SECONDS = 1.0  # between looks at a run somebody waits for
 MINUTES_PER_STEP = 0.1  # of a whole turn, before the agent's own turns say: recipe tiny, two cores
-
-CLEARED = {ERASURE: "cleared of somebody's data", PRUNE: "cleared of old files"}
-"""What else may hold an agent's claim, and what is done to the agent meanwhile."""
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -407,8 +404,8 @@ def train(policies: Policies, agent_id: str, body: bytes, again: bool) -> Answer
     claims = policies.claims
     held = claims.held(agent_id)
     held = held if held and held.expires_at > now() else None
-    if held and held.asked_by in CLEARED:  # its holder is no run anybody could follow
-        words = f"agent {agent_id} is being {CLEARED[held.asked_by]}; ask again once it is over"
+    if held and held.asked_by in NO_TRAINING:  # its holder is no run anybody could follow
+        words = f"agent {agent_id} is being {NO_TRAINING[held.asked_by]}; ask again once it is over"
         return CONFLICT, {"error": words}
     busy = held.holder if held else policies.runs.at_work(agent_id)
     if busy is not None:

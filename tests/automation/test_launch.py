@@ -23,7 +23,7 @@ from resources.pipeline import AGENT, Pipeline
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.definitions import definitions
-from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.claims import PRUNE, ClaimBook
 from rlhf_pipeline.feedback.ingest import ingest
 from rlhf_pipeline.feedback.store import FeedbackStore
 
@@ -46,10 +46,13 @@ def test_a_turn_that_cannot_be_says_so_in_a_line(tmp_path: Path) -> None:
     claims = ClaimBook(database)
     told = claims.history("tea")[-1].reason or ""  # as `rlhf status` says
     assert "failed: enough_rows_are_clean: needed 10 votes that keep every rule, found 2" in told
-    claims.claim(
+    token = claims.claim(
         "tea", "f" * 64, 2, holder="another", asked_by="sensor", lease=timedelta(minutes=5)
-    )
+    ).token
     assert "agent 'tea' is being trained by run another" in train("tea", state)
+    claims.let_go(token)
+    claims.claim("tea", "p" * 64, 0, holder="prune-1", asked_by=PRUNE)
+    assert "agent 'tea' is being cleared of old files; do it again once" in train("tea", state)
     database.close()
 
 
