@@ -96,7 +96,12 @@ class Section(BaseModel):
 class TinySettings(Section):
     """The policy that is built from scratch where nothing is downloaded."""
 
-    vocabulary: int = Field(1024, ge=300, description="Tokens of the byte-level BPE trained here.")
+    vocabulary: int = Field(
+        1024,
+        ge=300,
+        description="Tokens, at most, of the byte-level BPE trained here: on seeds, and what three "
+        "people said in three conversations.",
+    )
     layers: Positive = Field(4, description="Transformer layers.")
     width: Positive = Field(128, description="Of its hidden states.")
     heads: Positive = Field(4, description="Attention heads; they divide the width.")
