@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation.behaviour import ItemResult, worse_at
 from rlhf_pipeline.evaluation.metrics import Number, repetition_change
 from rlhf_pipeline.evaluation.pair_judge import Judged
@@ -171,7 +172,17 @@ class EvaluationReport:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> EvaluationReport:
-        """Return the report that `to_json` gave."""
+        """Return the report that `to_json` gave; raise EvaluationError of a newer release's."""
+        try:
+            return cls._from_json(value)
+        except TypeError as error:  # a field that this release does not know
+            raise EvaluationError(
+                f"needed an evaluation that this release or an older one wrote, found: {error}; "
+                "install the release that wrote it"
+            ) from error
+
+    @classmethod
+    def _from_json(cls, value: Mapping[str, Any]) -> EvaluationReport:
         fields = dict(value)
         for name in ("numbers", "differences"):
             fields[name] = {k: _numbers(v) for k, v in fields[name].items()}

@@ -473,6 +473,11 @@ def test_behaviour_topics_and_references_are_measured_on_what_is_said(
     assert list(found.topics) == ["bread"]
     assert {name: of.win_rate.n for name, of in found.cohorts.items()} == {"chat": 11}
     assert EvaluationReport.from_json(found.to_json()) == found
+    newer = {**found.to_json(), "seen_by_the_moon": 1}
+    with pytest.raises(
+        EvaluationError, match=r"seen_by_the_moon.*; install the release that wrote"
+    ):
+        EvaluationReport.from_json(newer)
     assert "### By cohort, against the champion" in found.to_markdown()
     pairs = list(zip(found.scores["candidate"], found.scores["champion"], strict=True))[:10]
     assert found.topics["bread"].difference.value == pytest.approx(
