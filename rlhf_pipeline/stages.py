@@ -108,7 +108,7 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
         )
     source = base_source(settings)
     if source is None:
-        policy = _untrained(settings, examples, _said(turn, seeded))
+        policy = _untrained(turn, examples, seeded)
     else:
         policy = load_policy(
             source,
@@ -230,10 +230,11 @@ def base_source(settings: Settings) -> str | Path | None:
     return base_folder(registry, base)
 
 
-def _untrained(settings: Settings, examples: Sequence[SftExample], said: Sequence[Said]) -> Policy:
+def _untrained(turn: Turn, examples: Sequence[SftExample], seeded: Sequence[SftExample]) -> Policy:
     """Return the tiny policy, on the recipe's tiktoken encoding or a tokenizer fitted here."""
     from rlhf_pipeline.policy.tiny import build_tiny, build_tiny_on
 
+    settings = turn.settings
     tiny = settings.policy.tiny
     sizes = {
         "layers": tiny.layers,
@@ -244,6 +245,7 @@ def _untrained(settings: Settings, examples: Sequence[SftExample], said: Sequenc
     }
     if tiny.encoding is not None:
         return build_tiny_on(tiny.encoding, **sizes)
+    said = _said(turn, seeded)
     return build_tiny(_texts(examples), said, vocabulary=tiny.vocabulary, **sizes)
 
 

@@ -124,15 +124,18 @@ def failures(
     `without` are times, after when until when, whose answers do not count. Whoever gave no name
     counts as one person together.
     """
-    answers: list[tuple[str | None, bool]] = []
-    rules = Counter[str]()
-    people: dict[str | None, bool] = {}  # whether it failed at their latest
     read = READ_AT_MOST * most
     with closing(_latest(database, agent_id, read, since, until, without)) as found:
-        for who, rule in islice(found, most):
-            answers.append((who, rule is not None))
-            rules.update([] if rule is None else [rule])
-            people.setdefault(who, rule is not None)
+        return _failures_of([*islice(found, most)])
+
+
+def _failures_of(latest: Sequence[tuple[str | None, str | None]]) -> Failures:
+    """Return how answers went that `_latest` found."""
+    answers = [(who, rule is not None) for who, rule in latest]
+    rules = Counter(rule for _, rule in latest if rule is not None)
+    people: dict[str | None, bool] = {}  # whether it failed at their latest
+    for who, failed in answers:
+        people.setdefault(who, failed)
     return Failures(
         answers=len(answers),
         failed=sum(failed for _, failed in answers),
@@ -199,7 +202,7 @@ def _latest(
     most: int,
     since: datetime | None,
     until: datetime | None,
-    without: Iterable[tuple[datetime, datetime]],
+    without: Iterable[tuple[datetime, datetime]] = (),
 ) -> Generator[tuple[str | None, str | None]]:
     """Go back through answers asked of the champion: who had each, and the rule it failed by.
 
@@ -252,20 +255,20 @@ def go_back_if_failing(
     # Of many answers the worst of a usual day are few: these find what is as bad as the worst
     # minutes, all the time.
     few, many = rules.trouble_answers, USUAL * rules.trouble_answers
-    looks = {
-        most: failures(database, agent_id, most=most, since=since, until=until)
-        for most in (few, many)
-    }
-    if not any(is_trouble(found, most=most, share=share) for most, found in looks.items()):
+    read = READ_AT_MOST * many
+    with closing(_latest(database, agent_id, read, since, until)) as found:
+        latest = [*islice(found, many)]
+    looks = {most: _failures_of(latest[:most]) for most in (few, many)}
+    if not any(is_trouble(look, most=most, share=share) for most, look in looks.items()):
         return None
     back = _times_of(standing.withdrawn, standing.history)
     before = failures(database, agent_id, most=many, until=since, without=back)
     days = settings.promotion.watch_days
     worst = at_worst(database, agent_id, looks, until=since, days=days, without=back)
     failing = [
-        found
-        for most, found in looks.items()
-        if is_trouble(found, most=most, share=share, usual=before.usual, worst=worst[most])
+        look
+        for most, look in looks.items()
+        if is_trouble(look, most=most, share=share, usual=before.usual, worst=worst[most])
     ]
     if not failing:
         return None
