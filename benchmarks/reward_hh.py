@@ -40,7 +40,6 @@ from rlhf_pipeline.reward.calibration import (
     pair_accuracy,
     reliability,
 )
-from rlhf_pipeline.reward.fitting import opening_digest
 from rlhf_pipeline.reward.held_out import of_like_length
 from rlhf_pipeline.reward.judging import halves
 from rlhf_pipeline.reward.model import load_reward_model
@@ -188,7 +187,7 @@ def folds(pairs: Sequence[PreferencePair]) -> list[list[int]]:
     """Return the pairs' numbers in FOLDS parts; a conversation's pairs are in one."""
     parts: list[list[int]] = [[] for _ in range(FOLDS)]
     for i, pair in enumerate(pairs):
-        parts[int(opening_digest(pair)[:8], 16) % FOLDS].append(i)
+        parts[int(datasets.conversation_of(pair.prompt)[:8], 16) % FOLDS].append(i)
     return parts
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from benchmarks.promises import tell
 from rlhf_pipeline.config import load_settings
-from rlhf_pipeline.feedback.datasets import Datasets, build
+from rlhf_pipeline.feedback.datasets import Datasets, build, conversation_of
 from rlhf_pipeline.policy.loading import load_policy
 from rlhf_pipeline.policy.sampling import complete
 from rlhf_pipeline.records import (
@@ -51,7 +51,6 @@ from rlhf_pipeline.reward.fitting import (
     encode_pairs,
     fit_head,
     fit_kinds,
-    opening_digest,
 )
 from rlhf_pipeline.reward.heads import Combined, parts_of
 from rlhf_pipeline.reward.kinds import scales, voters_of
@@ -259,7 +258,7 @@ def fit_pairs(
 ) -> None:
     """Fit the head to pairs as the pipeline's default does."""
     encoded = encode_pairs(tokenizer, pairs, limits)
-    groups = [opening_digest(pair) for pair in pairs]
+    groups = [conversation_of(pair.prompt) for pair in pairs]
     voters = [pair.voter for pair in pairs]
     features = all_features(model, [*encoded.chosen, *encoded.rejected], ignore_progress)
     told = features / scales(features, LIKELIHOODS)

@@ -278,7 +278,7 @@ class FeedbackSettings(Section):
         "is named and all of them are to count.",
     )
     evaluation_share: Share = Field(
-        0.15, description="Conversations kept from training, by a hash of how they began."
+        0.15, description="Conversations kept from training, by a hash of their first words."
     )
     gold_questions: str | None = Field(
         None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import EvaluationError, NotEnoughData, PromptRefused, TrainingError
 from rlhf_pipeline.feedback import datasets, gold, snapshot
-from rlhf_pipeline.feedback.datasets import JOBS, Job, job_of, opening_of, unit_interval
+from rlhf_pipeline.feedback.datasets import (
+    JOBS,
+    Job,
+    conversation_of,
+    job_of,
+    split_of,
+    unit_interval,
+)
 from rlhf_pipeline.fence import need_right_to_write
 from rlhf_pipeline.files import read_json, write_json, write_text
 from rlhf_pipeline.records import (
@@ -274,6 +281,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     """
     from rlhf_pipeline.reward.judging import check_judge
     from rlhf_pipeline.reward.matched import by_prompt, judging_votes
+    from rlhf_pipeline.reward.reuse import REPORT
     from rlhf_pipeline.reward.training import train_reward_model
 
     settings = turn.settings
@@ -291,8 +299,10 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     said = _examples_by_job(found, settings)
     known = gold.tallies(gold.read_answers(turn.data / GOLD))
     warm = turn.previous if settings.reward.warm_start else None
+    why_cold: dict[str, str] = {}
     if warm is not None and _made_otherwise(warm, turn, SPLIT_BY):
-        warm = None  # they may have learnt from what they would be held against, or each other's
+        # They may have learnt from what they would be held against, or each other's.
+        warm, why_cold = None, {"why_cold": "votes are divided otherwise than for the earlier one"}
     held_out = [example for example in found if example.split == "evaluation"]
     judging = settings.reward.weights if every else {}
     matches = judging_votes(test, held_out, judging)
@@ -340,7 +350,8 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
             device=settings.policy.device,
             report=lambda facts, job=job: report({"model": job, **facts}),  # type: ignore[misc]
         )
-        reports[job] = read_json(outcome.path / "report.json")
+        reports[job] = read_json(outcome.path / REPORT) | why_cold
+        write_json(outcome.path / REPORT, reports[job])
     write_json(turn.work / "reward" / MADE_BY, _made_by(turn))
     return reports
 
@@ -351,11 +362,15 @@ def _made_by(turn: Turn) -> dict[str, Any]:
     The baseline too, which scores 0 on average and, without reward.base, is what they begin from.
     """
     settings, baseline = turn.settings, _need(turn.baseline, "a baseline")
+    share = settings.feedback.evaluation_share
+    asked = datasets.read_jsonl(turn.data / PROMPTS, EvaluationPrompt)
+    # An older release may have divided them, of a turn that goes on in this one.
+    by_words = all(split_of(one.prompt, share) == "evaluation" for one in asked)
     return {
         "baseline": os.path.relpath(baseline.resolve(), settings.state_dir.resolve()),
         **settings.reward.model_dump(mode="json", exclude=set(MAKES_NONE)),
         "evaluation_share": settings.feedback.evaluation_share,
-        "split_by": "conversation",
+        "split_by": "words" if by_words else "conversation",
         "max_prompt_tokens": settings.policy.max_prompt_tokens,
         "max_completion_tokens": settings.policy.max_completion_tokens,
     }
@@ -367,7 +382,7 @@ def _made_otherwise(work: Path, turn: Turn, names: Sequence[str] = ()) -> bool:
     Of what turns did not write down nobody knows.
     """
     file, now = work / "reward" / MADE_BY, _made_by(turn)
-    # Earlier releases, which wrote no `split_by`, held prompts out one by one.
+    # Releases that held prompts out one by one wrote no `split_by`; later ones, "conversation".
     then = {**now, "split_by": "prompt", **(read_json(file) if file.exists() else {})}
     return any(then[name] != now[name] for name in names or now)
 
@@ -630,8 +645,25 @@ def asked_prompts(
             "PPO needs 2 training prompts at least, one of them to watch, found "
             f"{len(prompts)}, however often people voted on it; collect feedback on other prompts"
         )
-    watched = min(settings.training.watch_prompts, max(1, len(prompts) // 5))
-    return prompts[watched:], prompts[:watched], references
+    most = min(settings.training.watch_prompts, max(1, len(prompts) // 5))
+    return *_watched_apart(prompts, most), references
+
+
+def _watched_apart(prompts: Sequence[Prompt], most: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts but for the first conversations that fit into `most`, and those of these.
+
+    Where none fits, but for the first prompts.
+    """
+    by_conversation = defaultdict[str, list[Prompt]](list)
+    for prompt in prompts:
+        by_conversation[conversation_of(prompt)].append(prompt)
+    watched: list[Prompt] = []
+    for of_one in by_conversation.values():
+        if len(watched) + len(of_one) <= most:
+            watched += of_one
+    watched = watched or list(prompts[:most])
+    apart = set(watched)
+    return [prompt for prompt in prompts if prompt not in apart], watched
 
 
 def maximised(
@@ -750,7 +782,10 @@ def measure_of_judges(turn: Turn) -> Path | None:
     from rlhf_pipeline.evaluation.facts import REWARD_REPORT
 
     champions = None if turn.champion is None else turn.champion.parent.parent
-    return champions if champions and (champions / REWARD_REPORT).exists() else turn.previous
+    work = champions if champions and (champions / REWARD_REPORT).exists() else turn.previous
+    if work is not None and _made_otherwise(work, turn, ("split_by",)):
+        return None  # what it was found to be there says less than it seems
+    return work
 
 
 def gate_limits(settings: Settings) -> dict[str, Any]:
@@ -1019,7 +1054,7 @@ def _said(turn: Turn, seeded: Sequence[SftExample]) -> list[Said]:
         is_pair = isinstance(vote, PreferencePair)
         texts = (vote.chosen, vote.rejected) if is_pair else (vote.completion,)
         asker = askers.get(vote.pair_id if is_pair else vote.example_id, vote.voter)
-        of = asker, vote.voter, prompt_to_json(opening_of(vote.prompt))
+        of = asker, vote.voter, conversation_of(vote.prompt)
         said += [Said(text, of) for text in (*(m.content for m in vote.prompt), *texts)]
     return said
 

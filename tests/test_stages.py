@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +27,14 @@ from rlhf_pipeline.ppo.plan import SHARE_USED, make_plan, read_config
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.records import (
+    EvaluationPrompt,
     Feedback,
     FeedbackKind,
     Interaction,
+    Message,
     PreferencePair,
     Progress,
+    Prompt,
     RewardExample,
     SftExample,
     ignore_progress,
@@ -127,11 +131,32 @@ def test_a_judge_is_held_against_the_one_that_let_the_champion_in(
     version = loop.version(first_turn.agent_id, 1)
     recorded = loop.pipeline.settings(first_turn.agent_id)
     turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
-    refused = tmp_path / "refused"
+    refused, older = tmp_path / "refused", tmp_path / "older"
+    made_by = json.loads((first_turn.work / "reward" / stages.MADE_BY).read_text())
+    for work, split_by in ((refused, "words"), (older, "conversation")):
+        (work / "reward").mkdir(parents=True)
+        (work / "reward" / stages.MADE_BY).write_text(json.dumps({**made_by, "split_by": split_by}))
     later = replace(turn, champion=version.path, previous=refused)
     assert stages.measure_of_judges(later) == first_turn.work
     # Version 0 had no judge: the turn before is all there is.
     assert stages.measure_of_judges(replace(later, champion=turn.baseline)) == refused
+    # One that was measured on what it had learnt from would seem better than it was.
+    assert stages.measure_of_judges(replace(later, champion=turn.baseline, previous=older)) is None
+
+
+def test_data_sets_that_an_older_release_divided_are_told_to_be(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    """A turn that goes on after an upgrade: its models are no start for the turn after it."""
+    version = loop.version(first_turn.agent_id, 1)
+    recorded = loop.pipeline.settings(first_turn.agent_id)
+    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
+    assert stages._made_by(turn)["split_by"] == "words"
+    pairs = datasets.read_jsonl(turn.data / stages.PAIRS, PreferencePair)
+    trained = next(pair.prompt for pair in pairs if pair.split == "train")
+    then = replace(turn, data=tmp_path / "data")
+    datasets.write_jsonl(then.data / stages.PROMPTS, [EvaluationPrompt("held out", trained)])
+    assert stages._made_by(then)["split_by"] == "conversation"
 
 
 def test_reward_models_are_used_again_while_nobody_votes_otherwise(
@@ -262,6 +287,35 @@ def test_many_votes_on_one_prompt_are_told_to_be_of_one(tmp_path: Path) -> None:
     )
     prompts, watched, _ = stages.asked_prompts(turn)
     assert (len(prompts), len(watched)) == (1, 1)
+
+
+def test_prompts_are_watched_of_conversations_that_are_not_trained_on(tmp_path: Path) -> None:
+    said = [Message("assistant", "There."), Message("user", "And then?")]
+    prompts = [
+        (Message("user", f"Where is number {n}?"), *said * turns)
+        for n in range(20)
+        for turns in range(3)
+    ]
+
+    def asked(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+        votes = [
+            RewardExample(str(i), prompt, "x", FeedbackKind.thumbs, 1, None, "ann", "train")
+            for i, prompt in enumerate(prompts)
+        ]
+        datasets.write_jsonl(tmp_path / stages.PAIRS, [])
+        datasets.write_jsonl(tmp_path / stages.EXAMPLES, votes)
+        trained, watched, _ = stages.asked_prompts(turn)
+        return trained, watched
+
+    settings = load_settings("tiny", {"state_dir": tmp_path, "training": {"watch_prompts": 10}})
+    turn = Turn("a", "0" * 64, 0, 0, tmp_path, tmp_path, None, None, settings)
+    trained, watched = asked(prompts)
+    assert (len(trained), len(watched)) == (51, 9)  # three conversations are watched
+    of = datasets.conversation_of
+    assert not set(map(of, trained)) & set(map(of, watched))
+    trained, watched = asked(prompts[:3])  # one conversation: some of it
+    assert (len(trained), len(watched)) == (2, 1)
+    assert not set(trained) & set(watched)
 
 
 def test_no_person_stays_in_the_tokenizer_that_version_0_gets(tmp_path: Path) -> None:

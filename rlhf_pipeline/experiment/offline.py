@@ -23,7 +23,12 @@ from rlhf_pipeline.config import RECIPES
 from rlhf_pipeline.errors import EvaluationError, RegistryError, TrainingError
 from rlhf_pipeline.evaluation.report import KL, EvaluationReport
 from rlhf_pipeline.feedback import datasets
-from rlhf_pipeline.feedback.datasets import JOBS, conversations_first, opening_of, unit_interval
+from rlhf_pipeline.feedback.datasets import (
+    JOBS,
+    conversation_of,
+    conversations_first,
+    unit_interval,
+)
 from rlhf_pipeline.feedback.privacy import redact
 from rlhf_pipeline.records import (
     EvaluationPrompt,
@@ -140,10 +145,12 @@ def offline(
     found = logged(registry.ledger.database, agent_id)
     trained_on = seen_by(ledger, settings, one) | seen_by(ledger, settings, other)
     regions = settings.feedback.phone_regions
-    openings = {text: opening_of(_as_trained(prompt_from_json(text), regions)) for text in found}
-    apart = [text for text in found if openings[text] not in trained_on]
-    held_out = conversations_first(apart, openings.__getitem__)[:prompts]
-    seen = [text for text in found if openings[text] in trained_on]
+    conversations = {
+        text: conversation_of(_as_trained(prompt_from_json(text), regions)) for text in found
+    }
+    apart = [text for text in found if conversations[text] not in trained_on]
+    held_out = conversations_first(apart, conversations.__getitem__)[:prompts]
+    seen = [text for text in found if conversations[text] in trained_on]
     seen = seen[: max(0, min(FEWEST, prompts) - len(held_out))]
     policy = settings.policy
     compared = compare(
@@ -199,13 +206,13 @@ def logged(database: db.Database, agent_id: str) -> list[str]:
     return sorted(answerable, key=lambda text: unit_interval("offline", text))
 
 
-def seen_by(ledger: PromotionLedger, settings: Settings, version: ModelVersion) -> set[Prompt]:
-    """Return how the conversations began that a version, or one it began from, was trained on.
+def seen_by(ledger: PromotionLedger, settings: Settings, version: ModelVersion) -> set[str]:
+    """Return which conversations a version, or one that it began from, was trained on.
 
     Raises RegistryError where the data sets of one are gone: then nobody can say.
     """
     known = by_place(ledger.versions(version.agent_id))
-    found: set[Prompt] = set()
+    found: set[str] = set()
     queue: list[ModelVersion] = [version]
     done: set[int] = set()
     while queue:
@@ -219,7 +226,7 @@ def seen_by(ledger: PromotionLedger, settings: Settings, version: ModelVersion) 
     return found
 
 
-def _trained_on(settings: Settings, version: ModelVersion) -> set[Prompt]:
+def _trained_on(settings: Settings, version: ModelVersion) -> set[str]:
     data = settings.agent_folder(version.agent_id) / "snapshots" / (version.fingerprint or "")[:16]
     known = version.lineage.get("data", {})
     if missing := [name for name in known if not (data / name).is_file()]:
@@ -231,21 +238,21 @@ def _trained_on(settings: Settings, version: ModelVersion) -> set[Prompt]:
     def was_made(name: str) -> bool:
         return any(path.name in known for path in datasets.names_of(data / name))
 
-    found: set[Prompt] = set()
+    found: set[str] = set()
     if was_made(stages.PAIRS):
         pairs = datasets.read_jsonl(data / stages.PAIRS, PreferencePair)
-        found |= {opening_of(pair.prompt) for pair in pairs if pair.split == "train"}
+        found |= {conversation_of(pair.prompt) for pair in pairs if pair.split == "train"}
     if was_made(stages.EXAMPLES):
         examples = datasets.read_jsonl(data / stages.EXAMPLES, RewardExample)
-        found |= {opening_of(one.prompt) for one in examples if one.split == "train"}
+        found |= {conversation_of(one.prompt) for one in examples if one.split == "train"}
     if was_made(stages.SFT_EXAMPLES):
         imitated = datasets.read_jsonl(data / stages.SFT_EXAMPLES, SftExample)
-        found |= {opening_of(one.prompt) for one in imitated}
+        found |= {conversation_of(one.prompt) for one in imitated}
     return found | _seeded(version, settings.feedback.phone_regions)
 
 
-def _seeded(version: ModelVersion, regions: Sequence[str]) -> set[Prompt]:
-    """Return how the conversations of a seed file begin that a baseline was made from."""
+def _seeded(version: ModelVersion, regions: Sequence[str]) -> set[str]:
+    """Return which conversations of a seed file a baseline was made from."""
     sft = version.lineage.get("recipe", {}).get("sft", {})
     wanted = sft.get("seed_conversations")
     if version.version != 0 or wanted is None or wanted.startswith("simulated:"):
@@ -257,7 +264,8 @@ def _seeded(version: ModelVersion, regions: Sequence[str]) -> set[Prompt]:
         raise RegistryError(
             f"version 0 of {version.agent_id} was trained from {path}: {error}; put it back"
         ) from error
-    return {opening_of(_as_trained(one.prompt, regions)) for one in seeds}  # as logged ones are
+    as_logged = (_as_trained(one.prompt, regions) for one in seeds)
+    return {conversation_of(prompt) for prompt in as_logged}
 
 
 def _as_trained(prompt: Prompt, regions: Sequence[str]) -> Prompt:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_pipeline.evaluation.metrics import design_effect, wilson_interval
-from rlhf_pipeline.feedback.datasets import opening_of
-from rlhf_pipeline.records import PreferencePair, RewardExample, prompt_to_json
+from rlhf_pipeline.feedback.datasets import conversation_of
+from rlhf_pipeline.records import PreferencePair, RewardExample
 
 BINS = 15  # Guo et al., arXiv:1706.04599, use 15 for the expected calibration error
 TEMPERATURES = (0.05, 20.0)  # where it is looked for
@@ -37,7 +37,7 @@ def hangs_on(*votes: PreferencePair | RewardExample) -> HangsOn:
     """
     return HangsOn(
         tuple(vote.voter for vote in votes),
-        tuple(prompt_to_json(opening_of(vote.prompt, said=2)) for vote in votes),
+        tuple(conversation_of(vote.prompt, said=2) for vote in votes),
     )
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.feedback.datasets import opening_of
+from rlhf_pipeline.feedback.datasets import conversation_of
 from rlhf_pipeline.feedback.gold import Tally
-from rlhf_pipeline.records import PreferencePair, Progress, RewardExample, hashed
+from rlhf_pipeline.records import PreferencePair, Progress, RewardExample
 from rlhf_pipeline.reward.calibration import pair_accuracy
 from rlhf_pipeline.reward.heads import fit_heads, parts_of
 from rlhf_pipeline.reward.kinds import (
@@ -104,7 +104,7 @@ def learn(
     the pairs', where several heads or raters' weights want them.
     """
     voters = [pair.voter for pair in pairs]
-    groups = [opening_digest(pair) for pair in pairs]
+    groups = [conversation_of(pair.prompt) for pair in pairs]
     weighed: Mapping[str, RaterWeight] | None = None
     weights: Tensor | None = None
     if features is not None and weigh_raters:
@@ -281,7 +281,7 @@ def fit_kinds(
     rows = [replace(row, sampled=text.sampled) for row, text in zip(found, texts, strict=True)]
     features = all_features(model, rows, report)
     likelihoods = LIKELIHOODS * model.likelihood
-    groups = [opening_digest(text.record) for text in texts]
+    groups = [conversation_of(text.record.prompt) for text in texts]
     fitted = fit_best(features, opinions, kinds, groups=groups, likelihoods=likelihoods, gold=gold)
     weight = score_weights(fitted)
     opinions, turned = until_turned(opinions, (features @ weight).tolist())
@@ -359,8 +359,3 @@ def set_heads(model: RewardModel, weights: Tensor, features: Tensor) -> None:
         if len(weights) > 1:
             head.bias.copy_(-(features.mean(0) @ weights.T))
     model.head = head
-
-
-def opening_digest(said: PreferencePair | RewardExample) -> str:
-    """Return the hex digest of how the conversation began."""
-    return hashed(*(f"{m.role}\x1e{m.content}" for m in opening_of(said.prompt)))

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.errors import NotEnoughData
-from rlhf_pipeline.feedback.datasets import unit_interval
+from rlhf_pipeline.feedback.datasets import conversation_of, unit_interval
 from rlhf_pipeline.records import PreferencePair, Progress, Prompt, RewardExample
 from rlhf_pipeline.reward import FEWEST_JUDGED, FEWEST_MATCHED
-from rlhf_pipeline.reward.fitting import all_features, encode_pairs, opening_digest
+from rlhf_pipeline.reward.fitting import all_features, encode_pairs
 from rlhf_pipeline.reward.held_out import (
     CURVE_PAIRS,
     Disagreement,
@@ -270,7 +270,7 @@ def check_judge(
 
 def halves(pairs: Sequence[PreferencePair]) -> tuple[list[int], list[int]]:
     """Return two halves of the pairs' numbers that share no conversation, where there are two."""
-    digests = [opening_digest(pair) for pair in pairs]
+    digests = [conversation_of(pair.prompt) for pair in pairs]
     order = sorted(range(len(pairs)), key=lambda i: (digests[i], i))
     middle = len(order) // 2
     cuts = [i for i in range(1, len(order)) if digests[order[i]] != digests[order[i - 1]]]

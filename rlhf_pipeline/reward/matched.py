@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.feedback.datasets import cohort_of, opening_of, unit_interval
+from rlhf_pipeline.feedback.datasets import cohort_of, conversation_of, unit_interval
 from rlhf_pipeline.records import PreferencePair, Prompt, RewardExample, prompt_to_json
 from rlhf_pipeline.reward import FEWEST_MATCHED
 from rlhf_pipeline.reward.calibration import hangs_on
@@ -92,11 +92,11 @@ def match(examples: Sequence[RewardExample], kinds: Collection[str]) -> Matches:
     answer a single one speaks, as a hundred of them say no more of a model than one does.
     """
     votes = [e for e in examples if e.split == "evaluation" and e.kind.value in kinds]
-    openings = sorted({prompt_to_json(opening_of(vote.prompt)) for vote in votes})
-    half_of = {opening: place % 2 for place, opening in enumerate(openings)}
+    conversations = sorted({conversation_of(vote.prompt) for vote in votes})
+    half_of = {one: place % 2 for place, one in enumerate(conversations)}
     sides: dict[tuple[int, str, bool], list[RewardExample]] = defaultdict(list)
     for vote, good in _by_answer(votes):
-        half = half_of[prompt_to_json(opening_of(vote.prompt))]
+        half = half_of[conversation_of(vote.prompt)]
         sides[half, vote.kind.value, good].append(vote)
     halves: list[tuple[Match, ...]] = []
     for half in range(2):
@@ -121,7 +121,7 @@ def sides_of(examples: Sequence[RewardExample], kinds: Collection[str]) -> str:
         f"{kind} {sides[kind, True]} liked and {sides[kind, False]} not"
         for kind in sorted({kind for kind, _ in sides})
     ]
-    conversations = len({opening_of(vote.prompt) for vote, _ in found})
+    conversations = len({conversation_of(vote.prompt) for vote, _ in found})
     return f"{', '.join(told)}, in {conversations} conversations" if told else "none"
 
 

@@ -12,7 +12,7 @@ from rlhf_pipeline.errors import EvaluationError, RegistryError
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.experiment.offline import Offline, logged, offline, seen_by
 from rlhf_pipeline.feedback import snapshot
-from rlhf_pipeline.feedback.datasets import opening_of, split_of
+from rlhf_pipeline.feedback.datasets import conversation_of, split_of
 from rlhf_pipeline.feedback.privacy import redact
 from rlhf_pipeline.records import Feedback, FeedbackKind, prompt_from_json, user_prompt
 from tests.assets.world import FirstTurn, Loop
@@ -43,14 +43,16 @@ def test_prompts_that_were_trained_on_are_told_from_those_held_out(
     rows = snapshot.read(taken / snapshot.FILE)
     share = settings.feedback.evaluation_share
     prompts = [prompt_from_json(text) for text in rows["prompt"]]
-    trained = {opening_of(p) for p in prompts if split_of(p, share) == "train"}
+    trained = {conversation_of(p) for p in prompts if split_of(p, share) == "train"}
     assert trained
     assert seen_by(pipeline.ledger, settings, version) <= trained
     every = logged(pipeline.database, agent)
     assert len(every) == len(set(every)) == found.logged
     assert any("ann@example.org" in text for text in every)
     learnt_from = seen_by(pipeline.ledger, settings, version)
-    held_out = [text for text in every if opening_of(prompt_from_json(text)) not in learnt_from]
+    held_out = [
+        text for text in every if conversation_of(prompt_from_json(text)) not in learnt_from
+    ]
     assert found.held_out == min(12, len(held_out))
     assert found.held_out + found.seen == found.report.prompts == 12
 
@@ -89,10 +91,10 @@ def test_seed_conversations_of_a_file_were_trained_on(
     path.write_text(json.dumps({"messages": said}) + "\n")
     recipe = {**recipe, "sft": {**recipe["sft"], "seed_conversations": str(path)}}
     seeded = replace(version, lineage={**version.lineage, "recipe": recipe})
-    opening = opening_of(user_prompt(redact("seeded for ann@example.org?")[0]))
+    conversation = conversation_of(user_prompt(redact("seeded for ann@example.org?")[0]))
     ledger = loop.pipeline.ledger
-    assert opening in seen_by(ledger, settings, seeded)
-    assert opening not in seen_by(ledger, settings, version)
+    assert conversation in seen_by(ledger, settings, seeded)
+    assert conversation not in seen_by(ledger, settings, version)
     path.unlink()
     with pytest.raises(RegistryError, match=r"trained from .*seeds\.jsonl: needed"):
         seen_by(ledger, settings, seeded)

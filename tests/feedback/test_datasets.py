@@ -20,6 +20,7 @@ from rlhf_pipeline.feedback.datasets import (
     JOBS,
     Job,
     build,
+    conversation_of,
     job_of,
     line_of,
     newest,
@@ -141,6 +142,64 @@ def test_all_turns_of_a_conversation_are_in_one_split() -> None:
     assert {len(split) for split in sides.values()} == {1}
     one, two = (prompt[:1] for prompt in (conversation(1, 1), conversation(2, 1)))
     assert split_of(one, 0.5) == split_of(two, 0.5)  # nobody has said anything yet
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("How much is the kettle?", "how much is the KETTLE", True),
+        ("How much is the kettle?", "  How much,\nis the “kettle”!? ", True),
+        ("Ｗｈａｔ is ½ of it?", "what is 1⁄2 of it", True),  # wide letters; a sign for two numbers
+        ("Which sizes, in Maße?", "WHICH SIZES IN MASSE", True),
+        ("水壶多少钱？", "水壶 多少钱", False),  # who leaves no spaces has put one in
+        ("水壶多少钱？", "水壶多少钱!", True),
+        ("How much is kettle 1?", "How much is kettle 2?", False),
+        ("how much is the kettle", "howmuch is the kettle", False),
+        ("यह किताब कितने की", "यह किताब कितने कि", False),  # they differ in a mark alone
+        ("Hello!", "hello", False),  # a greeting
+        ("👍", "👎", False),  # no words
+        ("❤️" * 9, "☀️" * 9, False),  # each holds the same marks
+        ("?", "!", False),
+    ],
+)
+def test_a_question_in_other_capitals_or_punctuation_is_the_same_conversation(
+    one: str, other: str, alike: bool
+) -> None:
+    assert (conversation_of(user_prompt(one)) == conversation_of(user_prompt(other))) is alike
+    spoken = [
+        (
+            Message("system", "Be kind."),
+            Message("user", text),
+            Message("assistant", f"It is in stock{end}"),
+        )
+        for text, end in ((one, "."), (other, "!"))
+    ]
+    later = [(*prompt, Message("user", "And then?")) for prompt in spoken]
+    assert (conversation_of(later[0], 2) == conversation_of(later[1], 2)) is alike
+    assert conversation_of(later[0], 2) != conversation_of(later[0])
+    assert conversation_of(spoken[0]) != conversation_of(user_prompt(one))
+
+
+WORD = st.text(st.characters(categories=["L", "N"]), min_size=1)
+MARKS = st.text(st.sampled_from(" \t\n.,;:!?…\"'()-–"), min_size=1)
+
+
+@given(st.lists(st.tuples(MARKS, WORD), min_size=1), MARKS)
+def test_the_split_hangs_on_words_alone(said: list[tuple[str, str]], end: str) -> None:
+    said = [*said, (" ", "more"), (", ", "than a greeting")]
+    plain = user_prompt(" ".join(word for _, word in said))
+    asked = user_prompt("".join(marks + word for marks, word in said) + end)
+    assert conversation_of(asked) == conversation_of(plain)
+    assert split_of(asked, 0.5) == split_of(plain, 0.5)
+
+
+def test_no_text_takes_long_to_be_told_apart() -> None:
+    """Unicode puts a run of accents in order in the square of its length."""
+    started = time.perf_counter()
+    text = "a" + "\u0301\u0316" * 100_000
+    assert conversation_of(user_prompt(text)) == conversation_of(user_prompt(text + "?"))
+    assert conversation_of(user_prompt("\ud800 a lone half of a sign")) != ""
+    assert time.perf_counter() - started < 5  # three minutes, put in order all at once
 
 
 def test_a_comparison_asks_first_what_conversations_do_not_share() -> None:

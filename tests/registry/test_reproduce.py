@@ -18,7 +18,7 @@ from resources.worker import specification
 from rlhf_pipeline import stages
 from rlhf_pipeline.errors import HashMismatch, ModelError, RegistryError
 from rlhf_pipeline.experiment import offline
-from rlhf_pipeline.feedback.datasets import JOBS, opening_of
+from rlhf_pipeline.feedback.datasets import JOBS, conversation_of
 from rlhf_pipeline.files import file_sha256, folder_sha256, write_json
 from rlhf_pipeline.policy.adapters import base_digest
 from rlhf_pipeline.registry.ledger import ModelVersion
@@ -296,7 +296,7 @@ def test_data_sets_of_a_release_that_did_not_pack_them_are_found(
     assert len(data) == 4
     prompts = stages.training_prompts(turn)
     assert prompts == stages.training_prompts(now)
-    assert offline._trained_on(elsewhere, then) >= set(map(opening_of, prompts))
+    assert offline._trained_on(elsewhere, then) >= set(map(conversation_of, prompts))
 
 
 def test_reward_models_of_the_turn_before_are_found_or_said_to_be_gone(

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from assets.reward_tables import groups_of
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.evaluation.facts import reward_facts
-from rlhf_pipeline.feedback.datasets import JOBS, opening_of
+from rlhf_pipeline.feedback.datasets import JOBS, conversation_of
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import (
     FeedbackKind,
@@ -125,7 +125,7 @@ def test_halves_share_no_conversation(rows: list[tuple[int, int, bool]]) -> None
         votes.append(vote(float(up), prompt, name=f"vote {i}"))
     found = match(votes, KINDS)
     one, other = (
-        {opening_of(v.prompt) for m in half for v in (m.liked, m.disliked)}
+        {conversation_of(v.prompt) for m in half for v in (m.liked, m.disliked)}
         for half in (found.fitting, found.judging)
     )
     assert not one & other

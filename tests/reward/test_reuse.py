@@ -193,6 +193,7 @@ def test_of_other_settings_no_earlier_models_are_taken(
     """Not as they are where they would come out otherwise, nor to begin with where they leak."""
     train(planted, tmp_path / "made", freeze_trunk=True)
     began: list[Path | None] = []
+    reasons: set[str | None] = set()
 
     def made(*given: Any, earlier: Path | None, **_: Any) -> Any:
         began.append(earlier)
@@ -234,7 +235,9 @@ def test_of_other_settings_no_earlier_models_are_taken(
             previous=previous,
         )
         began.clear()
-        stages.train_reward_models(one, ignore_progress, lambda: None)
+        reports = stages.train_reward_models(one, ignore_progress, lambda: None)
+        reasons.clear()
+        reasons.update(reports[job]["why_cold"] for job in JOBS)
         return list(began)
 
     assert turn("first", None) == [None] * 3
@@ -260,11 +263,15 @@ def test_of_other_settings_no_earlier_models_are_taken(
     ]
     shares = {"proxy": 0.5, "stopping": 0.25, "gate": 0.25}
     assert turn("raters", first, reward={**warm, "shares": shares}) == [None] * 3
+    assert reasons == {"votes are divided otherwise than for the earlier one"}
     held_out = {"evaluation_share": 0.3}
     assert turn("held out", first, reward=warm, feedback=held_out) == [None] * 3
     made_by = first / "reward" / stages.MADE_BY
     told = json.loads(made_by.read_text())
-    assert told.pop("split_by") == "conversation"
+    assert told["split_by"] == "words"
+    made_by.write_text(json.dumps({**told, "split_by": "conversation"}))
+    assert turn("by every letter", first, reward=warm) == [None] * 3
+    del told["split_by"]
     made_by.write_text(json.dumps(told))  # as releases did that held prompts out one by one
     assert turn("one by one", first, reward=warm) == [None] * 3
     given = {"min_pairs": 2, "given": str(first / "reward")}
