@@ -347,13 +347,8 @@ def _clean_files(
                 registry, person.agent_id, folder.name, prompts, topics, report
             )
         changed += clean_support(folder / SUPPORT, said, person.rater_id, topics)
-        of_turn = _settings_of(first, settings)
-        changed += clean_folder(
-            folder,
-            held.gone,
-            evaluation_share=of_turn["evaluation_share"],
-            min_rating=of_turn["min_rating"],
-        )
+        min_rating = _settings_of(first, settings)["min_rating"]
+        changed += clean_folder(folder, held.gone, min_rating=min_rating)
     for path in sorted(agent.rglob(RATERS)):
         changed += _without_rater(path, person.rater_id)
     for path in sorted(agent.rglob(WORST)):

@@ -10,7 +10,7 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,14 @@ from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.sources import AS_IT_IS, LINES
 from rlhf_pipeline.feedback.support import WORD
 from rlhf_pipeline.files import made_by_another, new_file, read_json, write_bytes, write_json
-from rlhf_pipeline.records import Message, Prompt, hash_rater, prompt_from_json
+from rlhf_pipeline.records import (
+    EvaluationPrompt,
+    Message,
+    Prompt,
+    SftExample,
+    hash_rater,
+    prompt_from_json,
+)
 from rlhf_pipeline.topics import ERASED, without_topics
 
 if TYPE_CHECKING:
@@ -122,20 +129,24 @@ def clean_support(path: Path, said: Said, rater_id: str, topics: Collection[str]
     return bool(after != before)
 
 
-def clean_folder(
-    folder: Path, gone: Collection[str], *, evaluation_share: float, min_rating: int
-) -> int:
+def clean_folder(folder: Path, gone: Collection[str], *, min_rating: int) -> int:
     """Take the votes out of a snapshot's folder and return how many files were written anew.
 
-    The data sets keep the lines that the other votes give under the turn's own settings. Memory
-    stays bounded: only the rows on prompts of the votes that go are held, and files are streamed.
+    The data sets keep the lines that the other votes give under the turn's own `min_rating`, in
+    whichever split. Memory stays bounded: only the rows on prompts of the votes that go are held,
+    and files are streamed.
     """
     changed = 0
     validated = folder / snapshot.VALIDATED
     if validated.exists():
         prompts, kept = _others_beside(validated, gone)
-        built = datasets.build(kept, evaluation_share=evaluation_share, min_rating=min_rating)
-        changed += _clean_datasets(folder, gone, prompts, built)
+        # A release may have divided the prompts otherwise: each is taken for one of either split.
+        train, held_out = (
+            datasets.build(kept, evaluation_share=share, min_rating=min_rating) for share in (0, 1)
+        )
+        changed += _clean_datasets(
+            folder, gone, prompts, train.sft_examples, held_out.evaluation_prompts
+        )
         changed += _without_rows(validated, gone)
     return changed + _without_rows(folder / snapshot.FILE, gone)
 
@@ -240,11 +251,15 @@ def _are_in(name: str, batch: Any, values: Collection[str]) -> Any:
 
 
 def _clean_datasets(
-    folder: Path, gone: Collection[str], prompts: Collection[Prompt], built: datasets.Datasets
+    folder: Path,
+    gone: Collection[str],
+    prompts: Collection[Prompt],
+    examples: Iterable[SftExample],
+    asked_of_others: Iterable[EvaluationPrompt],
 ) -> int:
-    """Take the votes out of the data sets; `built` is what others give for the votes' prompts."""
-    imitable = {(e.prompt, e.completion): e for e in built.sft_examples}
-    held_out = {prompt.prompt_id: prompt for prompt in built.evaluation_prompts}
+    """Take the votes out of the data sets; the last two are what others give for their prompts."""
+    imitable = {(e.prompt, e.completion): e for e in examples}
+    held_out = {prompt.prompt_id: prompt for prompt in asked_of_others}
 
     def judged(line: str, key: str) -> str:
         return "" if json.loads(line)[key] in gone else line

@@ -13,13 +13,16 @@ import pytest
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.feedback import datasets, snapshot
+from rlhf_pipeline.feedback.datasets import split_of, unit_interval
 from rlhf_pipeline.feedback.snapshot import VALIDATED
 from rlhf_pipeline.feedback.withdrawn import clean_folder, said_by
 from rlhf_pipeline.records import (
     EvaluationPrompt,
     PreferencePair,
+    Prompt,
     RewardExample,
     SftExample,
+    Split,
     prompt_to_json,
     user_prompt,
 )
@@ -61,13 +64,26 @@ def made(folder: Path, rows: list[dict[str, Any]]) -> pd.DataFrame:
     return frame
 
 
+def split_by_letters(prompt: Prompt, evaluation_share: float) -> Split:
+    """Return the split that a release before this one gave a prompt."""
+    held_out = unit_interval("by letters", prompt_to_json(prompt)) < evaluation_share
+    return "evaluation" if held_out else "train"
+
+
+@pytest.mark.parametrize("release", ["this", "older"])
 @pytest.mark.parametrize("seed", range(5))
-def test_data_sets_are_what_the_other_votes_give(seed: int, tmp_path: Path) -> None:
+def test_data_sets_are_what_the_other_votes_give(
+    seed: int, release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chance = random.Random(seed)
     rows = [row(n, f"question {chance.randrange(12)}?", chance) for n in range(60)]
+    if release == "older":
+        monkeypatch.setattr(datasets, "split_of", split_by_letters)
     frame = made(tmp_path, rows)
     gone = {f"id-{n}" for n in chance.sample(range(60), 15)}
-    assert clean_folder(tmp_path, gone, **UNDER) >= 3
+    with monkeypatch.context() as now:
+        now.setattr(datasets, "split_of", split_of)
+        assert clean_folder(tmp_path, gone, min_rating=4) >= 3
     left = frame[~frame["feedback_id"].isin(list(gone))].reset_index(drop=True)
     wanted = datasets.build(left, **UNDER)
     files = (stages.PAIRS, stages.EXAMPLES, stages.SFT_EXAMPLES, stages.PROMPTS)
@@ -94,7 +110,7 @@ def test_data_sets_of_an_older_release_are_cleaned_beside_those_of_this_one(tmp_
         packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
     (tmp_path / stages.EXAMPLES).unlink()
     gone = {f"id-{n}" for n in range(20)}
-    clean_folder(tmp_path, gone, **UNDER)
+    clean_folder(tmp_path, gone, min_rating=4)
     left = {path.name: path for path in tmp_path.glob("*.jsonl*")}
     assert len(left) == 7
     for path in left.values():
@@ -135,5 +151,5 @@ def test_taking_votes_out_holds_the_rows_beside_them_and_no_others(
         return build(frame, **under)
 
     monkeypatch.setattr(datasets, "build", counted)
-    clean_folder(tmp_path, {"id-4", "id-600"}, **UNDER)
-    assert held == [2]  # the other vote on either question
+    clean_folder(tmp_path, {"id-4", "id-600"}, min_rating=4)
+    assert held == [2, 2]  # the other vote on either question
