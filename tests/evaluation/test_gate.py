@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_pipeline.config import RECIPES, load_settings
 from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation.gate import (
     DEFAULT_RULES,
@@ -18,6 +19,7 @@ from rlhf_pipeline.evaluation.gate import (
 )
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.evaluation.report import EvaluationReport
+from rlhf_pipeline.stages import gate_limits
 
 
 def system(score: float, **changes: float) -> dict[str, Number]:
@@ -245,6 +247,21 @@ def test_a_person_looks_where_small_changes_have_added_up(
     assert decision.passed
     assert [name for name, said in verdicts(decision).items() if said != "pass"] == [rule]
     assert len(decision.pauses) == 1
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_versions_may_change_as_much_in_all_as_one_may(name: str) -> None:
+    """Else the first, whose champion is the baseline, waits for a person though its rule holds."""
+    set_by_recipe = gate_limits(load_settings(name))
+    limits = {rule.name: set_by_recipe.get(rule.name, rule.limit) for rule in DEFAULT_RULES}
+    for one, in_all, way in (
+        ("length_at_least", "length_since_baseline_at_least", 1),
+        ("length_at_most", "length_since_baseline_at_most", -1),
+        ("diversity", "diversity_since_baseline", 1),
+        ("repetition", "repetition_since_baseline", -1),
+        ("truncation", "truncation_since_baseline", -1),
+    ):
+        assert way * limits[in_all] <= way * limits[one], (name, one)
 
 
 def test_what_cannot_be_told_is_said_and_not_judged() -> None:
