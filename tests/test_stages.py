@@ -56,13 +56,18 @@ KEYED = FunctionSettings(
 )
 
 
+@pytest.fixture
+def turn(loop: Loop, first_turn: FirstTurn, tmp_path: Path) -> Turn:
+    """The turn that made version 1, with a work folder of its own."""
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    version = loop.version(first_turn.agent_id, 1)
+    return recorded_turn(loop.pipeline.ledger, settings, version, tmp_path / "work")
+
+
 @pytest.mark.parametrize("estimator", [pytest.param("rloo", marks=pytest.mark.slow), "dpo"])
 def test_one_setting_chooses_the_estimator_and_the_gate_judges_what_comes_out(
-    estimator: Literal["rloo", "dpo"], loop: Loop, first_turn: FirstTurn, tmp_path: Path
+    turn: Turn, estimator: Literal["rloo", "dpo"], first_turn: FirstTurn
 ) -> None:
-    version = loop.version(first_turn.agent_id, 1)
-    recorded = loop.pipeline.settings(first_turn.agent_id)
-    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
     shutil.copytree(first_turn.work / "reward", turn.work / "reward")
     ppo = replace(turn.settings.ppo, estimator=estimator, completions_per_prompt=2)
     # The reward models are there, whatever they were learnt from; DPO needs pairs for a step.
@@ -126,17 +131,14 @@ def test_a_critic_of_adapters_beside_a_whole_reward_model_begins_without_a_warni
 
 
 def test_a_judge_is_held_against_the_one_that_let_the_champion_in(
-    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+    turn: Turn, loop: Loop, first_turn: FirstTurn, tmp_path: Path
 ) -> None:
-    version = loop.version(first_turn.agent_id, 1)
-    recorded = loop.pipeline.settings(first_turn.agent_id)
-    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
     refused, older = tmp_path / "refused", tmp_path / "older"
     made_by = json.loads((first_turn.work / "reward" / stages.MADE_BY).read_text())
     for work, split_by in ((refused, "words"), (older, "conversation")):
         (work / "reward").mkdir(parents=True)
         (work / "reward" / stages.MADE_BY).write_text(json.dumps({**made_by, "split_by": split_by}))
-    later = replace(turn, champion=version.path, previous=refused)
+    later = replace(turn, champion=loop.version(first_turn.agent_id, 1).path, previous=refused)
     assert stages.measure_of_judges(later) == first_turn.work
     # Version 0 had no judge: the turn before is all there is.
     assert stages.measure_of_judges(replace(later, champion=turn.baseline)) == refused
@@ -144,13 +146,8 @@ def test_a_judge_is_held_against_the_one_that_let_the_champion_in(
     assert stages.measure_of_judges(replace(later, champion=turn.baseline, previous=older)) is None
 
 
-def test_data_sets_that_an_older_release_divided_are_told_to_be(
-    loop: Loop, first_turn: FirstTurn, tmp_path: Path
-) -> None:
+def test_data_sets_that_an_older_release_divided_are_told_to_be(turn: Turn, tmp_path: Path) -> None:
     """A turn that goes on after an upgrade: its models are no start for the turn after it."""
-    version = loop.version(first_turn.agent_id, 1)
-    recorded = loop.pipeline.settings(first_turn.agent_id)
-    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
     assert stages._made_by(turn)["split_by"] == "words"
     pairs = datasets.read_jsonl(turn.data / stages.PAIRS, PreferencePair)
     trained = next(pair.prompt for pair in pairs if pair.split == "train")
@@ -160,11 +157,8 @@ def test_data_sets_that_an_older_release_divided_are_told_to_be(
 
 
 def test_reward_models_are_used_again_while_nobody_votes_otherwise(
-    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+    turn: Turn, first_turn: FirstTurn, tmp_path: Path
 ) -> None:
-    version = loop.version(first_turn.agent_id, 1)
-    recorded = loop.pipeline.settings(first_turn.agent_id)
-    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
     before = first_turn.work / "reward"
     for changes in ({"retrain_drop": 0.0}, {"given": str(before)}):
         # Where none is trained, votes need not be enough to train one.
@@ -194,11 +188,8 @@ def test_reward_models_are_used_again_while_nobody_votes_otherwise(
 
 
 def test_votes_on_single_answers_teach_and_judge_where_nobody_compared(
-    loop: Loop, first_turn: FirstTurn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    turn: Turn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    version = loop.version(first_turn.agent_id, 1)
-    recorded = loop.pipeline.settings(first_turn.agent_id)
-    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
     data = tmp_path / "data"
     shutil.copytree(turn.data, data)
     thumbs = [  # one for one side of each pair, so that no two compare
@@ -250,17 +241,9 @@ def test_votes_on_single_answers_teach_and_judge_where_nobody_compared(
     ],
 )
 def test_what_ppo_would_refuse_is_refused_before_reward_models_are_trained(
-    changes: dict[str, dict[str, Any]],
-    message: str,
-    loop: Loop,
-    first_turn: FirstTurn,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    turn: Turn, changes: dict[str, dict[str, Any]], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlhf_pipeline.ppo.trackers.find_spec", lambda name: None)
-    version = loop.version(first_turn.agent_id, 1)
-    recorded = loop.pipeline.settings(first_turn.agent_id)
-    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
     ppo = replace(turn.settings.ppo, device="cpu", **changes.get("ppo", {}))
     training = turn.settings.training.model_copy(update=changes.get("training", {}))
     reward = turn.settings.reward.model_copy(update=changes.get("reward", {}))
@@ -296,6 +279,8 @@ def test_prompts_are_watched_of_conversations_that_are_not_trained_on(tmp_path: 
         for n in range(20)
         for turns in range(3)
     ]
+    settings = load_settings("tiny", {"state_dir": tmp_path, "training": {"watch_prompts": 10}})
+    turn = Turn("a", "0" * 64, 0, 0, tmp_path, tmp_path, None, None, settings)
 
     def asked(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
         votes = [
@@ -307,8 +292,6 @@ def test_prompts_are_watched_of_conversations_that_are_not_trained_on(tmp_path: 
         trained, watched, _ = stages.asked_prompts(turn)
         return trained, watched
 
-    settings = load_settings("tiny", {"state_dir": tmp_path, "training": {"watch_prompts": 10}})
-    turn = Turn("a", "0" * 64, 0, 0, tmp_path, tmp_path, None, None, settings)
     trained, watched = asked(prompts)
     assert (len(trained), len(watched)) == (51, 9)  # three conversations are watched
     of = datasets.conversation_of
@@ -398,12 +381,7 @@ def test_what_a_turn_takes_is_what_every_model_of_it_takes(tmp_path: Path) -> No
     assert not stages.takes_roles(trained)(("user", "user"))
 
 
-def test_a_base_whose_context_is_too_short_is_refused_before_it_is_tuned(
-    loop: Loop, first_turn: FirstTurn, tmp_path: Path
-) -> None:
-    version = loop.version(first_turn.agent_id, 1)
-    recorded = loop.pipeline.settings(first_turn.agent_id)
-    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
+def test_a_base_whose_context_is_too_short_is_refused_before_it_is_tuned(turn: Turn) -> None:
     ppo = replace(turn.settings.ppo, max_completion_tokens=90)
     policy = turn.settings.policy.model_copy(update={"base": str(turn.baseline)})
     settings = turn.settings.model_copy(update={"ppo": ppo, "policy": policy})
@@ -414,13 +392,10 @@ def test_a_base_whose_context_is_too_short_is_refused_before_it_is_tuned(
 
 
 def test_metrics_of_a_turn_reach_the_trackers_it_asks_for(
-    loop: Loop, first_turn: FirstTurn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    turn: Turn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    version = loop.version(first_turn.agent_id, 1)
-    recorded = loop.pipeline.settings(first_turn.agent_id)
-    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
     training = turn.settings.training.model_copy(update={"report_to": ("tensorboard",)})
     turn = replace(turn, settings=turn.settings.model_copy(update={"training": training}))
 
@@ -438,11 +413,8 @@ def test_metrics_of_a_turn_reach_the_trackers_it_asks_for(
 
 @pytest.mark.slow
 def test_reward_models_on_an_encoder_guide_a_policy_that_writes_other_tokens(
-    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+    turn: Turn, tmp_path: Path
 ) -> None:
-    version = loop.version(first_turn.agent_id, 1)
-    recorded = loop.pipeline.settings(first_turn.agent_id)
-    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
     base = save_encoder(tmp_path / "encoder", "bert", context=512)
     changes = {"base": str(base), "reads": "mean", "reads_likelihood": False, "epochs": 1}
     reward = turn.settings.reward.model_copy(update=changes)
