@@ -288,7 +288,8 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     baseline = _need(turn.baseline, "a baseline")
     check_before_training(turn)
     pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
-    again = _used_again(turn, pairs)
+    made_by = _made_by(turn)
+    again = _used_again(turn, pairs, made_by)
     if again is not None:
         return again
     every = settings.reward.reads_every_kind
@@ -299,10 +300,10 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     said = _examples_by_job(found, settings)
     known = gold.tallies(gold.read_answers(turn.data / GOLD))
     warm = turn.previous if settings.reward.warm_start else None
-    why_cold: dict[str, str] = {}
-    if warm is not None and _made_otherwise(warm, turn, SPLIT_BY):
+    why_cold: str | None = None
+    if warm is not None and _made_otherwise(warm, made_by, SPLIT_BY):
         # They may have learnt from what they would be held against, or each other's.
-        warm, why_cold = None, {"why_cold": "votes are divided otherwise than for the earlier one"}
+        warm, why_cold = None, "votes are divided otherwise than for the earlier one"
     held_out = [example for example in found if example.split == "evaluation"]
     judging = settings.reward.weights if every else {}
     matches = judging_votes(test, held_out, judging)
@@ -350,9 +351,11 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
             device=settings.policy.device,
             report=lambda facts, job=job: report({"model": job, **facts}),  # type: ignore[misc]
         )
-        reports[job] = read_json(outcome.path / REPORT) | why_cold
-        write_json(outcome.path / REPORT, reports[job])
-    write_json(turn.work / "reward" / MADE_BY, _made_by(turn))
+        reports[job] = read_json(outcome.path / REPORT)
+        if why_cold is not None:
+            reports[job]["why_cold"] = why_cold
+            write_json(outcome.path / REPORT, reports[job])
+    write_json(turn.work / "reward" / MADE_BY, made_by)
     return reports
 
 
@@ -369,19 +372,19 @@ def _made_by(turn: Turn) -> dict[str, Any]:
     return {
         "baseline": os.path.relpath(baseline.resolve(), settings.state_dir.resolve()),
         **settings.reward.model_dump(mode="json", exclude=set(MAKES_NONE)),
-        "evaluation_share": settings.feedback.evaluation_share,
+        "evaluation_share": share,
         "split_by": "words" if by_words else "conversation",
         "max_prompt_tokens": settings.policy.max_prompt_tokens,
         "max_completion_tokens": settings.policy.max_completion_tokens,
     }
 
 
-def _made_otherwise(work: Path, turn: Turn, names: Sequence[str] = ()) -> bool:
-    """Say whether something else made the reward models of a turn before, or others of these names.
+def _made_otherwise(work: Path, now: Mapping[str, Any], names: Sequence[str] = ()) -> bool:
+    """Say whether something else than `now` made a turn's reward models, or others of these names.
 
     Of what turns did not write down nobody knows.
     """
-    file, now = work / "reward" / MADE_BY, _made_by(turn)
+    file = work / "reward" / MADE_BY
     # Releases that held prompts out one by one wrote no `split_by`; later ones, "conversation".
     then = {**now, "split_by": "prompt", **(read_json(file) if file.exists() else {})}
     return any(then[name] != now[name] for name in names or now)
@@ -392,7 +395,9 @@ def rewards_before(turn: Turn) -> Path | None:
     return turn.previous if turn.settings.reward.looks_back else None
 
 
-def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] | None:
+def _used_again(
+    turn: Turn, pairs: Sequence[PreferencePair], made_by: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Use given reward models, or the turn before's, as they are; None: they are to be trained.
 
     All three or none: a proxy judged by models of another time would be judged by other raters.
@@ -420,7 +425,7 @@ def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] |
             return None
         if any(judged_by(read_json(source / job / REPORT)) != "pairs" for job in JOBS):
             return None  # new pairs, where there are any, would not tell whether it has fallen
-        if _made_otherwise(previous, turn):
+        if _made_otherwise(previous, made_by):
             return None
         # Votes since it was trained, not since the turn before: few a turn become enough to tell.
         then = trained_in(source / JOBS[0]).parent.parent
@@ -783,7 +788,7 @@ def measure_of_judges(turn: Turn) -> Path | None:
 
     champions = None if turn.champion is None else turn.champion.parent.parent
     work = champions if champions and (champions / REWARD_REPORT).exists() else turn.previous
-    if work is not None and _made_otherwise(work, turn, ("split_by",)):
+    if work is not None and _made_otherwise(work, _made_by(turn), ("split_by",)):
         return None  # what it was found to be there says less than it seems
     return work
 

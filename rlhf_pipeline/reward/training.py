@@ -425,6 +425,7 @@ def check_pairs(
             "reward training needs pairs on several prompts, found one prompt only; "
             "collect feedback on at least 1 more"
         )
+    # By every letter: data sets that an older release divided so must train to their end.
     openings = {opening_of(record.prompt) for record in taught}
     judged = [pair.prompt for pair in test_pairs] if matches is None else matches.prompts
     seen = sum(opening_of(prompt) in openings for prompt in judged)
