@@ -37,7 +37,7 @@ from rlhf_pipeline.evaluation.facts import SUPPORT
 from rlhf_pipeline.event_logs import Traces, forget_examples
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
-from rlhf_pipeline.feedback.claims import PRUNE, Claim, ClaimBook
+from rlhf_pipeline.feedback.claims import NO_TRAINING, PRUNE, Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import beside, read_json
 from rlhf_pipeline.old_rows import RowKind
@@ -208,8 +208,8 @@ def survey(
     if count := len(old_traces(registry, agent_id, newest, before)):
         found.append(Item("traces", agent_id, f"before {before:%Y-%m-%d}", before, traces=count))
     found += _old_rows(registry, settings, agent_id, at)
-    if standing.trained_by is not None:
-        found = [replace(item, stays=f"{standing.trained_by} trains it") for item in found]
+    if standing.at_work is not None:
+        found = [replace(item, stays=standing.at_work) for item in found]
     return [_needed(item, named) for item in found]
 
 
@@ -247,7 +247,7 @@ class AgentStanding:
     in_use: dict[int, str]  # version -> what it is
     history: tuple[Claim, ...]
     last_done: str | None  # the mark of the last turn with a verdict
-    trained_by: str | None  # the run that holds the agent now
+    at_work: str | None  # who else holds the agent now, and for what
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,14 +279,20 @@ def standing_of(
     if running is not None:
         for version in (running.champion, running.challenger):
             in_use[version] = "is in a running experiment"
-    stranger = held is not None and held.token != ours
+    stranger = held if held is not None and held.token != ours else None
     return AgentStanding(
         versions=tuple(versions),
         in_use=in_use,
         history=tuple(claims.history(agent_id)),
         last_done=done.fingerprint[:MARK] if done else None,
-        trained_by=f"run {held.holder[:20]}" if held is not None and stranger else None,
+        at_work=_at_work(stranger) if stranger is not None else None,
     )
+
+
+def _at_work(claim: Claim) -> str:
+    if claim.asked_by in NO_TRAINING:
+        return f"the agent is being {NO_TRAINING[claim.asked_by]}"
+    return f"run {claim.holder[:20]} trains it"
 
 
 def _turns(folder: Path, standing: AgentStanding) -> list[_Turn]:

@@ -34,7 +34,7 @@ from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.facts import SUPPORT
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
-from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.claims import ERASURE, PRUNE, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import file_sha256, folder_sha256, write_json
 from rlhf_pipeline.records import (
@@ -416,6 +416,22 @@ def test_an_agent_that_is_being_trained_is_left_alone(state: State) -> None:
     items = state.prune(agent)
     assert state.files(agent) == before
     assert {item.stays for item in items} == {"run run-at work trains it"}
+
+
+@pytest.mark.parametrize(
+    ("asked_by", "why"),
+    [
+        (ERASURE, "the agent is being cleared of somebody's data"),
+        (PRUNE, "the agent is being cleared of old files"),
+    ],
+)
+def test_an_agent_that_is_being_cleared_is_said_to_be(
+    asked_by: str, why: str, state: State
+) -> None:
+    agent = state.new_agent()
+    state.trained(agent, "failed", state="failed")
+    ClaimBook(state.database).claim(agent, hashed("it"), 0, holder="dead", asked_by=asked_by)
+    assert {item.stays for item in state.prune(agent)} == {why}
 
 
 def test_folders_that_a_training_removes_meanwhile_keep_nobody_from_being_pruned(
