@@ -135,6 +135,7 @@ def erase(
             _keep_searches_out(held, settings.agent_folder(agent) / "tuning")
         for person, token in tokens.items():
             _take_out(settings, registry, person, token, names[person])
+    database.overwrite_leavings()
     database.fold_back()
     if people:  # else nothing has come in since they were
         log.info("a person was erased", agents=[person.agent_id for person in people])

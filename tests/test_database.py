@@ -20,6 +20,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.records import now
+from tests.leavings import kept, people_who_went
 
 
 def add_agent(connection: sa.Connection, agent_id: str, at: datetime | None = None) -> None:
@@ -451,6 +452,34 @@ def test_emptying_the_log_waits_for_readers_and_keeps_no_writer_waiting(tmp_path
         folded.result()
     assert journal.stat().st_size == 0
     assert len(agent_ids(database)) == 22
+    database.close()
+
+
+def test_what_was_moved_before_it_went_is_overwritten(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    gone = people_who_went(database)
+    assert kept(database, gone) > 0
+    with database.read() as reader:  # whoever reads sees what there was
+        before = reader.execute(sa.text("SELECT count(*) FROM said")).scalar_one()
+        database.overwrite_leavings()
+        assert reader.execute(sa.text("SELECT count(*) FROM said")).scalar_one() == before
+    assert kept(database, gone) == 0
+    database.close()
+
+
+@pytest.mark.parametrize("trouble", ["large", "locked"])
+def test_a_store_that_cannot_be_rewritten_now_is_told_of(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    limit, value = {"large": ("REWRITTEN", 4096), "locked": ("LOCK_SECONDS", 0.1)}[trouble]
+    monkeypatch.setattr(db, limit, value)
+    assert agent_ids(database) == []  # the first who asks makes the file
+    with ExitStack() as writing, capture_logs() as logs:
+        if trouble == "locked":
+            writing.enter_context(database.write())
+        database.overwrite_leavings()
+    assert [(line["log_level"], "VACUUM" in line["event"]) for line in logs] == [("warning", True)]
     database.close()
 
 

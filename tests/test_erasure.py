@@ -81,6 +81,7 @@ from rlhf_pipeline.registry.reproduce import newest_turn, recorded_turn
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.topics import ERASED
 from tests.assets.world import FirstTurn, Loop
+from tests.leavings import kept, people_who_went
 
 ANN, BOB = (hash_rater("tea", name) for name in ("ann", "bob"))
 SECRET = "marzipan"  # in everything that is Ann's, or about what she said
@@ -338,6 +339,13 @@ def copy_of(made: Path, state: Path) -> World:
     shutil.copytree(made, state)
     database = Database(f"sqlite:///{state}/feedback.db")
     return World(load_settings("tiny", {"state_dir": state}), database)
+
+
+def test_a_person_erased_is_not_in_what_sqlite_moved_before_either(copied: World) -> None:
+    gone = people_who_went(copied.database)
+    assert kept(copied.database, gone) > 0
+    copied.erase()
+    assert kept(copied.database, gone) == 0
 
 
 def test_nothing_of_a_person_is_left_anywhere_and_everything_of_others_is(world: World) -> None:
