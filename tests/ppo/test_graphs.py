@@ -32,7 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters": {"lora_rank": 2},
     "adapters of two": {"critic": "separate", "lora_rank": 2},
     "a narrow choice": {"top_k": 40, "top_p": 0.9},
-    "bfloat16": {"precision": "bfloat16", "ratio_tolerance": 0.1},
+    # One epoch: in four, at this rate, rounding grows fiftyfold.
+    "bfloat16": {"precision": "bfloat16", "ratio_tolerance": 0.1, "epochs": 1},
 }
 
 
@@ -59,8 +60,8 @@ def weights(of: Learner) -> Tensor:
 
 
 def trained(base: Path, **changes: Any) -> tuple[dict[str, float], Tensor]:
-    """Return the facts of four epochs, and the weights after them."""
-    one = learner_at(base, changed(epochs=4, learning_rate=1e-3, **changes))
+    """Return the facts of four epochs, or as many as asked for, and the weights after them."""
+    one = learner_at(base, changed(**{"epochs": 4, "learning_rate": 1e-3, **changes}))
     facts = train_on(one, rollouts_of(one), torch.Generator().manual_seed(3))
     return facts, weights(one)
 
@@ -73,11 +74,12 @@ def test_training_with_graphs_is_training_without(
     captures = capturing(monkeypatch)
     facts, found = trained(base, **CASES[case])
     assert captures
-    close = 0.05 if case == "bfloat16" else 1e-4
+    close = 0.02 if case == "bfloat16" else 1e-4
     for name in plain:
         if "clip_fraction" not in name:  # of few tokens, one's rounding shows
             assert facts[name] == pytest.approx(plain[name], rel=close, abs=close), name
-    assert (found - wanted).norm() <= close * wanted.norm()
+    way = wanted - weights(learner_at(base, changed(**CASES[case])))
+    assert (found - wanted).norm() <= close * way.norm()
     assert case == "bfloat16" or torch.allclose(found, wanted, atol=2e-5)
 
 
