@@ -230,9 +230,18 @@ MUTANTS = (
         "GAE lambda and gamma swapped",
         (
             "ppo/measuring.py",
-            "            gamma=settings.gamma,\n            gae_lambda=settings.gae_lambda,\n",
-            "            gamma=settings.gae_lambda,\n            gae_lambda=settings.gamma,\n",
+            "            gamma=settings.gamma,\n",
+            "            gamma=settings.gae_lambda,\n",
         ),
+        (
+            "ppo/measuring.py",
+            "            gae_lambda=settings.gae_lambda,\n",
+            "            gae_lambda=settings.gamma,\n",
+        ),
+    ),
+    mutant(
+        "values that begin near 0, wherever the scores lie",
+        ("ppo/updating.py", "            level=now.update == 0,\n", ""),
     ),
     mutant(
         "bootstrapping past the end",

@@ -128,6 +128,17 @@ class Learner:
             return torch.zeros_like(states[..., 0], dtype=torch.float32)
         return head_values(self.critic.head, states)
 
+    def raise_values(self, by: Tensor) -> None:
+        """Add a number to all of the critic's values from now on.
+
+        A fresh head's values lie near 0, and value_clip_range lets them move little in an update.
+        Where scores lie elsewhere, the value loss would rule the gradient until they are there, and
+        drag a shared trunk along.
+        """
+        if self.critic is not None:
+            with torch.no_grad():
+                self.critic.head.bias.add_(by)
+
     def new_criteria(self, names: Sequence[str]) -> CriteriaHeads | None:
         """Return untaught heads for these pieces of a reward; None where there are none."""
         width = 0 if self.critic is None else self.critic.head.in_features

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -113,6 +114,7 @@ def make_rollouts(
     episodes: Episodes | None = None,
     replay: Replay | None = None,
     pieces: Tensor | None = None,
+    level: bool = False,
 ) -> tuple[Rollouts, dict[str, float]]:
     """Return rollouts with rewards and advantages, and the facts of the rollout phase.
 
@@ -120,6 +122,8 @@ def make_rollouts(
     with importance_cap. Those of earlier updates in `replay`, which takes the fresh ones in, are
     held against the policy and the critic as they are now. Facts are of the fresh ones alone.
     `pieces` (B, K), NaN where unknown, are what the learner's criteria heads learn to foretell.
+    `level` is for the first update: it moves the critic so that its values begin at the mean of
+    the undecayed returns, over the tokens, wherever the scores lie.
     """
     settings = learner.settings
     replay = replay or Replay(0)
@@ -150,15 +154,23 @@ def make_rollouts(
     if settings.whiten_rewards:
         rewards = scale_to_unit_variance(rewards, mask)
     if settings.estimator == "gae":
-        advantages, returns = estimate_turn_advantages(
+        estimate = partial(
+            estimate_turn_advantages,
             rewards,
-            values,
-            mask,
-            batch.turn,
-            batch.next_turn,
+            completion_mask=mask,
+            turn=batch.turn,
+            next_turn=batch.next_turn,
             gamma=settings.gamma,
-            gae_lambda=settings.gae_lambda,
             turn_gamma=settings.turn_gamma,
+        )
+        if level:
+            above, _ = estimate(values=values, gae_lambda=1.0, turn_gae_lambda=1.0)
+            gap = masked_mean(above, mask)
+            learner.raise_values(gap)
+            values = values + gap
+        advantages, returns = estimate(
+            values=values,
+            gae_lambda=settings.gae_lambda,
             turn_gae_lambda=settings.turn_gae_lambda,
         )
     else:

@@ -70,7 +70,9 @@ class PpoSettings:
     Either way the completion ends its episode: nothing is bootstrapped past the length limit."""
     score_normalisation: Literal["none", "running"] = "none"
     """running subtracts the mean and divides by the deviation of all scores so far (kept in the
-    checkpoint); none trusts the reward model to be centred, as N+ does."""
+    checkpoint); none takes them as they are (N+). Where they lie does not matter then, as the
+    critic begins at the first update's mean return; their scale does, beside kl_coef and
+    value_clip_range."""
     score_clip: float | None = None
     """Largest absolute score after normalisation; None leaves it (N+)."""
     whiten_rewards: bool = False
