@@ -152,6 +152,9 @@ def _prune_agent(
         if item.stays is not None:
             continue
         claims.check(held.token)
+        if why := _used_since(registry, settings, item, held.token):
+            items[n] = replace(item, stays=why)
+            continue
         taken = [place for place in item.places if place.parent.name == "snapshots"]
         try:
             shown = [_said_alone(place) for place in taken]
@@ -178,6 +181,17 @@ def _prune_agent(
         report({"agent": agent_id, "kind": item.kind, "removed": item.name})
         log.info("pruned", agent=agent_id, kind=item.kind, name=item.name, bytes=item.bytes)
     return items
+
+
+def _used_since(registry: ModelRegistry, settings: Settings, item: Item, ours: int) -> str | None:
+    """Return what uses reward weights by now, as promotions and experiments wait for no prune."""
+    if item.kind != "rewards":
+        return None
+    agent_id, ledger = item.agent_id, registry.ledger
+    standing = standing_of(ledger, ClaimBook(ledger.database), agent_id, ours)
+    turns = _turns(settings.agent_folder(agent_id), standing)
+    found = _rewards(agent_id, [t for t in turns if t.folder.name == item.name], standing)
+    return next((again.stays for again in found), None)
 
 
 def survey(

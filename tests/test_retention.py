@@ -47,6 +47,7 @@ from rlhf_pipeline.records import (
     prompt_to_json,
     user_prompt,
 )
+from rlhf_pipeline.registry import forgetting
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.stages import PAIRS
@@ -350,6 +351,28 @@ def test_reward_models_that_a_version_began_from_stay_in_a_folder_that_was_moved
     assert why[hashed(agent, "other")[:16]] is None
     weights = state.settings.agent_folder(agent) / "turns" / before.name / "reward"
     assert len([*weights.glob("*/trunk")]) == 3
+
+
+def test_reward_models_of_a_version_promoted_while_a_prune_looks_stay(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking through MLflow takes a while, and a promotion waits for no prune."""
+    agent, looks = state.new_agent(), forgetting.old_traces
+    for name in ("kept", "other", "newest"):
+        state.trained(agent, name)
+        state.registered(agent, name)
+
+    def while_looking(*given: Any) -> list[str]:
+        state.promote(agent, 1)
+        return looks(*given)
+
+    monkeypatch.setattr(forgetting, "old_traces", while_looking)
+    why = {item.name: item.stays for item in state.prune(agent) if item.kind == "rewards"}
+    assert why[hashed(agent, "kept")[:16]] == "version 1 is the champion"
+    assert why[hashed(agent, "other")[:16]] is None
+    turns = state.settings.agent_folder(agent) / "turns"
+    assert len([*turns.glob(f"{hashed(agent, 'kept')[:16]}/reward/*/trunk")]) == 3
+    assert not [*turns.glob(f"{hashed(agent, 'other')[:16]}/reward/*/trunk")]
 
 
 def test_reward_models_that_another_agents_recipe_names_stay(state: State) -> None:
