@@ -64,6 +64,7 @@ def feedback_snapshot(
             agent_id,
             watermark,
             turn.data / SNAPSHOT,
+            claimed=turn.fingerprint,
             redacts=turn.settings.feedback.redact,
             regions=turn.settings.feedback.phone_regions,
         )

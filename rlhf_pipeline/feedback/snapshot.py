@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
-from rlhf_pipeline.errors import NotEnoughData
+from rlhf_pipeline.errors import FeedbackError, NotEnoughData
 from rlhf_pipeline.feedback.privacy import NATIONAL, Counts, redact
 from rlhf_pipeline.files import file_sha256, new_file
 from rlhf_pipeline.records import Message, now, prompt_from_json, prompt_to_json, uuid7
@@ -83,19 +83,28 @@ def take(
     watermark: int,
     path: Path,
     *,
+    claimed: str | None = None,
     redacts: bool = True,
     regions: Sequence[str] = NATIONAL,
 ) -> Snapshot:
     """Write the votes up to the watermark to `path` (parquet) and record the snapshot.
 
     `regions` are as `redact` takes them. Memory stays bounded: rows stream from the database to the
-    file. Raises NotEnoughData where the agent has no feedback at all.
+    file. Raises NotEnoughData where the agent has no feedback at all, and FeedbackError where the
+    votes are no longer those of the fingerprint that a turn has `claimed`: nothing would lead from
+    its versions to a snapshot of another name, and from there to the people in it.
     """
     import pandas as pd
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     mark = fingerprint(database, agent_id, watermark)
+    if claimed not in (None, mark):
+        raise FeedbackError(
+            f"needed the votes of agent {agent_id!r} that this turn was begun for, found others: "
+            "somebody was erased as it began; a new turn learns from what is left, by itself or "
+            f"with `make train AGENT={agent_id}`"
+        )
     rows = 0
     redacted: Counts = {}
     with new_file(path) as aside:

@@ -618,6 +618,47 @@ def test_a_step_that_stood_still_through_an_erasure_brings_nobody_back(
     assert "ClaimLost" in failures(result)
 
 
+def test_a_turn_from_which_somebody_is_erased_as_it_begins_trains_nothing(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its versions would be of votes that no snapshot is recorded for: nobody could name them."""
+    agent, pipeline = loop.agent("begun"), loop.pipeline
+    chat(pipeline.store, agent, 80)
+    person, inner = hash_rater(agent, "ann"), snapshot.fingerprint
+    pipeline.store.append(
+        [
+            Feedback(
+                agent,
+                FeedbackKind.rating,
+                uuid7(),
+                prompt=user_prompt("Two nougats?"),
+                completion="Marzipan.",
+                number=5.0,
+                rater_id=person,
+            )
+        ]
+    )
+
+    def then_erased(*asked: Any) -> str:
+        mark = inner(*asked)
+        monkeypatch.undo()
+        erase(pipeline.settings(), pipeline.registry, person, agent)
+        return mark
+
+    monkeypatch.setattr(snapshot, "fingerprint", then_erased)
+    result = loop.run("retrain", agent, only=[SNAPSHOT])
+    assert failed_steps(result) == [SNAPSHOT]
+    assert "somebody was erased as it began" in failures(result)
+    [claim] = pipeline.claims.history(agent)
+    assert snapshot.find(pipeline.database, agent, claim.fingerprint) is None
+    again = loop.run("retrain", agent, only=[SNAPSHOT])
+    assert again.success
+    left = inner(pipeline.database, agent, snapshot.newest_seq(pipeline.database, agent))
+    taken = snapshot.find(pipeline.database, agent, left)
+    assert taken is not None
+    assert taken.rows == 80
+
+
 def read(path: Path) -> str:
     """Return what stands in a file of a turn, unpacked."""
     if path.suffix == ".parquet":
