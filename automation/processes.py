@@ -274,8 +274,12 @@ def free_port(wanted: int) -> int:
     raise PipelineError("no free port on 127.0.0.1; stop a server and try again")
 
 
-def wait_for(url: str, process: "subprocess.Popen[bytes]", *, seconds: float = 120.0) -> None:
-    """Return when the address answers; raises PipelineError when its process ends or time is up."""
+def wait_for(url: str, process: "subprocess.Popen[bytes]", *, seconds: float = 600.0) -> None:
+    """Return when the address answers; raises PipelineError when its process ends or time is up.
+
+    A server that cannot start ends, which is told at once. One that lives is only slow: on two busy
+    cores MLflow has taken over two minutes.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:

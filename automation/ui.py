@@ -58,6 +58,8 @@ def run(state: Path, *, dagster_port: int, mlflow_port: int, service_port: int) 
     known: set[psutil.Process] = set()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
+        sys.stdout.write(f"starting  Dagster, MLflow and the chat; their logs: {state / 'logs'}\n")
+        sys.stdout.flush()
         for name, port, path, child in (
             ("Dagster", dagster_port, "/server_info", children[1]),
             ("MLflow", mlflow_port, "/health", children[2]),
