@@ -2,11 +2,12 @@
 
 A run that waits in the queue holds no claim yet: until it begins, only Dagster knows of it. What
 this does not see is a run that the other of the two asks for in the same second. An agent whose own
-recipe does not load, or whose turn's files are damaged, keeps no other one waiting; the sensor
-`alerts` tells people of it.
+recipe does not load, whose turn's files are damaged, or with whom anything else is wrong, keeps no
+other one waiting; of the first two the sensor `alerts` tells people.
 """
 
 import dagster as dg
+import structlog
 
 from automation.dead import AT_WORK
 from automation.jobs import retrain
@@ -15,6 +16,8 @@ from rlhf_pipeline.config import ContinuousLearningSettings
 from rlhf_pipeline.continuous import Due, due
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.records import now
+
+log = structlog.get_logger()
 
 
 def due_turns(
@@ -34,6 +37,10 @@ def due_turns(
             )
         except PipelineError as error:
             reasons.append(f"{agent_id}: {error}")
+            continue
+        except Exception as error:  # a fault of ours; the others' turns are asked for all the same
+            log.exception("turn not looked at", agent=agent_id)
+            reasons.append(f"{agent_id}: {type(error).__name__}: {error}")
             continue
         if isinstance(verdict, Due):
             turns.append((verdict, settings.continuous_learning))

@@ -58,6 +58,7 @@ Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Days = Annotated[float, Field(ge=0, le=36_500)]  # a century: a date that far back can be told
 Hours = Annotated[float, Field(ge=0, le=24 * 36_500)]
+Seconds = Annotated[float, Field(ge=0, le=60 * 60 * 24 * 36_500)]
 Minutes = Annotated[float, Field(ge=0, le=60 * 24 * 36_500)]
 Endpoint = Annotated[
     str,
@@ -277,7 +278,7 @@ class FeedbackSettings(Section):
         "page), together: whoever sends them could be one person. Raise it, or None, where nobody "
         "is named and all of them are to count.",
     )
-    evaluation_share: Share = Field(
+    evaluation_share: Annotated[Share, Field(lt=1)] = Field(
         0.15, description="Conversations kept from training, by a hash of their first words."
     )
     gold_questions: str | None = Field(
@@ -663,7 +664,7 @@ class ContinuousLearningSettings(Section):
 
     enabled: bool = Field(True, description="False: a turn begins where somebody asks for it.")
     min_new_feedback: Positive = Field(100, description="Effective votes that start a turn.")
-    min_age_seconds: Annotated[float, Field(ge=0)] = Field(
+    min_age_seconds: Seconds = Field(
         60.0,
         description="Quiet time after the newest vote, so that a burst is taken whole; where votes "
         "never pause, those that have waited ten times as long are taken.",
@@ -672,7 +673,9 @@ class ContinuousLearningSettings(Section):
         60.0, description="Between the end of one turn and the start of the next."
     )
     nightly_cron: Cron = Field("0 2 * * *", description="In UTC.")
-    deadline_minutes: Positive = Field(480, description="A run that takes longer is ended.")
+    deadline_minutes: Annotated[Positive, Field(le=60 * 24 * 36_500)] = Field(
+        480, description="A run that takes longer is ended."
+    )
     gpu_minutes_per_night: Positive = Field(480, description="Turns start only within this budget.")
     max_attempts: Positive = Field(3, description="Tries at one fingerprint before a person looks.")
 
@@ -1159,6 +1162,7 @@ SHARED_WITH_PPO: Mapping[str, str] = {
 _PPO = TypeAdapter(PpoSettings)
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 SECRETS = ("database_url", "mlflow_uri", "notifications")  # their values stand in no message
+BY_NAME = "needed values by name (`name: value`)"
 PASSWORD = re.compile(r"(://[^/@:]*:)[^/@]*@")
 
 
@@ -1233,6 +1237,7 @@ def _checked(tree: Mapping[str, Any], faults: list[str]) -> Settings | None:
     if rest is None or ppo is None:
         return None
     settings = rest.model_copy(update={"ppo": ppo})
+    faults += _words_for_numbers(tree, settings.model_dump())
     faults += _contradictions(settings)
     return settings
 
@@ -1251,11 +1256,22 @@ def _validated(
     except ValidationError as error:
         problems = error.errors()
         unknown = [problem for problem in problems if problem["type"] in UNKNOWN]
-        faults += [_explain(problem, section) for problem in unknown or problems]
+        faults += [_explain(problem, section) for problem in unknown or _told_once(problems)]
         known = without(tree, [problem["loc"] for problem in unknown])
         if unknown and known != tree:
             return _validated(validate, known, faults, section)
     return None
+
+
+def _told_once(problems: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """Return the problems less those of lists that are too short for want of a value told below."""
+    places = [problem["loc"] for problem in problems]
+    return [
+        problem
+        for problem, place in zip(problems, places, strict=True)
+        if problem["type"] != "too_short"
+        or not any(len(p) > len(place) and p[: len(place)] == place for p in places)
+    ]
 
 
 def without(tree: Any, places: Sequence[tuple[Any, ...]]) -> Any:
@@ -1267,6 +1283,26 @@ def without(tree: Any, places: Sequence[tuple[Any, ...]]) -> Any:
         for key, value in tree.items()
         if (key,) not in places
     }
+
+
+def _words_for_numbers(given: Any, made: Any, place: str = "") -> Iterator[str]:
+    """Yield where a number was made of a truth value, as YAML makes those of some words.
+
+    A gate's rule that was to be `off` would be a limit of 0, which refuses nearly everything.
+    """
+    if isinstance(given, Mapping) and isinstance(made, Mapping):
+        for key in (key for key in given if key in made):
+            yield from _words_for_numbers(given[key], made[key], f"{place}.{key}".lstrip("."))
+    elif isinstance(given, Sequence) and isinstance(made, Sequence):
+        for n, (one, other) in enumerate(zip(given, made, strict=False)):
+            if not isinstance(one, str):
+                yield from _words_for_numbers(one, other, f"{place}.{n}")
+    elif isinstance(given, bool) and isinstance(made, int | float) and made is not given:
+        words = "on or yes" if given else "off or no"
+        yield (
+            f"{place}: needed a number, found {str(given).lower()}, as YAML reads {words}; write "
+            "the number, or null where the setting can be switched off"
+        )
 
 
 def _shared(settings: Settings) -> dict[str, Any]:
@@ -1464,7 +1500,8 @@ def _explain(problem: ErrorDetails, section: str = "") -> str:
         told = str(problem["ctx"]["error"])  # ours: says what was found
         return f"{where}: {told}" if where else told  # of several settings it names them itself
     found = "what may be a secret" if where.startswith(SECRETS) else repr(problem["input"])
-    return f"{where}: {problem['msg']}, found {found}"
+    said = BY_NAME if problem["type"] in ("dict_type", "mapping_type") else problem["msg"]
+    return f"{where}: {said}, found {found}"
 
 
 def nearest_settings(where: str) -> list[str]:

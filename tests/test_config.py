@@ -190,6 +190,12 @@ def test_one_mistake_is_not_told_as_another(recipe: Any) -> None:
         ("ppo: {tokens_per_microbatch: 10}", "= 144, found 10"),
         ("ppo: 3", "must hold settings by name, found 3"),
         ("policy: 3", "policy: Input should be a valid dictionary"),
+        ("reward: {kinds: [thumbs]}", "by name (`name: value`), found ['thumbs']"),
+        ("feedback: {evaluation_share: 1.0}", "evaluation_share: Input should be less than 1"),
+        ("promotion: {gate: {kl_stop: off}}", "promotion.gate.kl_stop: needed a number, found f"),
+        ("promotion: {watch_days: no}", "promotion.watch_days: needed a number, found false"),
+        ("ppo: {updates: yes}", "ppo.updates: needed a number, found true, as YAML reads on or y"),
+        ("experiments: {ramp: [0.1, on]}", "experiments.ramp.1: Input should be less than 1"),
         ("policy: {tiny: {width: 130, heads: 4}}", "take a multiple of 8"),
         ("policy: {tiny: {context: 32}}", "max_completion_tokens = 144, found 32"),
         ("reward: {shares: {proxy: 0.9}}", "sum to 1, found 1.3"),
@@ -211,6 +217,18 @@ def test_a_wrong_value_is_told_with_what_is_needed(recipe: Any, text: str, words
     with pytest.raises(ConfigError) as caught:
         load_settings(recipe(text))
     assert words in str(caught.value)
+
+
+def test_a_list_whose_only_value_is_wrong_is_not_called_empty_too(recipe: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(recipe("experiments: {ramp: [1.5]}"))
+    assert str(caught.value).endswith("experiments.ramp.0: Input should be less than 1, found 1.5")
+
+
+def test_what_is_on_or_off_is_set_with_words(recipe: Any) -> None:
+    settings = load_settings(recipe("{experiments: {enabled: on}, ppo: {anneal: no}}"))
+    assert settings.experiments.enabled
+    assert not settings.ppo.anneal
 
 
 def test_a_gate_rule_can_be_switched_off(recipe: Any) -> None:
@@ -440,6 +458,8 @@ def test_a_webhook_that_is_no_address_is_refused_and_not_told(
         "experiments: {days: 1.0e+300}",
         "experiments: {days: 0}",
         "experiments: {minutes_per_step: 1.0e+300}",
+        "continuous_learning: {min_age_seconds: 1.0e+300}",
+        "continuous_learning: {deadline_minutes: 9999999999999}",
         "alerts: {quiet_hours: 1.0e+300}",
         "alerts: {overdue_days: 1.0e+300}",
         "retention: {turns: {newest: 1, days: 1000000}}",
