@@ -5,14 +5,17 @@ any other run. Exit code 0 when the turn came to its verdict, whether that was a
 """
 
 import argparse
+import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import dagster as dg
+import structlog
 from rich.console import Console
 from rich.markup import escape
 
@@ -30,6 +33,7 @@ from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.files import locked, read_json
 from rlhf_pipeline.reward.calibration import by_length, judged_by
 
+log = structlog.get_logger()
 LOOK_SECONDS = 5.0  # between two looks whether there is a place
 
 
@@ -117,14 +121,15 @@ def _a_place(
 ) -> Iterator[None]:
     """Hold a place in the pool: wait until fewer runs of other agents train than it has.
 
-    Dagster lets its runs wait in its queue, which this one does not go through. What this does not
-    see: a run that leaves the queue in the seconds until this one begins, and, where there are
-    several places, another begun by hand in the same seconds.
+    Dagster lets its runs wait in its queue, which this one does not go through. A lock keeps others
+    begun by hand away until Dagster knows this one. What this does not see: a run that leaves the
+    queue in the seconds until this one begins, and, where there are several places, another begun
+    by hand in the same seconds.
     """
     limits = {pool.name: pool.limit for pool in instance.event_log_storage.get_pool_limits()}
     places = limits.get(GPU, instance.global_op_concurrency_default_limit)
     looks, told = 1, False
-    with Path(instance.root_directory, "begun_by_hand.lock").open("w") as handle:
+    with Path(instance.root_directory, "begun_by_hand.lock").open("a+") as handle:
         while places is not None:
             others = [
                 run.tags.get(AGENT) or run.job_name
@@ -133,8 +138,9 @@ def _a_place(
                 and GPU in (run.run_op_concurrency.all_pools or ())
                 and run.tags.get(AGENT) != agent_id
             ]
-            if len(others) < places and places == 1 and not locked(handle):
-                others = ["one that begins now"]
+            if len(others) < places and places == 1 and not _locked_for(agent_id, handle):
+                handle.seek(0)
+                others = [handle.read() or "one that begins now"]
             if len(others) < places:
                 looks -= 1
                 if looks == 0:
@@ -147,7 +153,42 @@ def _a_place(
                     told = True
             time.sleep(LOOK_SECONDS)
             end_dead_turns(instance, pipeline)  # without a daemon nobody else does
-        yield
+        over = threading.Event()
+        looks_on = threading.Thread(
+            target=_let_go_once_known, args=(handle, instance, agent_id, over)
+        )
+        looks_on.start()
+        try:
+            yield
+        finally:
+            over.set()
+            looks_on.join()
+
+
+def _locked_for(agent_id: str, handle: IO[str]) -> bool:
+    """Take the lock, and say for others in it who has it; False where it is taken."""
+    if not locked(handle):
+        return False
+    handle.truncate(0)
+    handle.write(f"{agent_id}, which begins now (process {os.getpid()})")
+    handle.flush()
+    return True
+
+
+def _let_go_once_known(
+    handle: IO[str], instance: dg.DagsterInstance, agent_id: str, over: threading.Event
+) -> None:
+    """Close the lock's file as the agent's run begins: a run that stands still can be ended.
+
+    A process that stands still, as one that was sent behind with Ctrl-Z, holds what it has locked.
+    """
+    at_work = dg.RunsFilter(statuses=UNFINISHED, tags={AGENT: agent_id})
+    while not handle.closed and not over.wait(1.0):
+        try:
+            if instance.get_runs(at_work, limit=1):
+                handle.close()
+        except Exception:  # a database that is away for a moment
+            log.exception("could not look whether the run has begun", agent=agent_id)
 
 
 def main() -> None:

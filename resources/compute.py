@@ -214,8 +214,8 @@ def _follow(
             shown, last = shown + len(messages), time.monotonic()
         if time.monotonic() > deadline:
             raise dg.Failure(
-                f"stage {stage} needed more than training.stage_timeout_minutes; raise it, or "
-                "train less",
+                f"stage {stage} needed more than training.stage_timeout_minutes, with what it "
+                "stood still; raise it, or train less",
                 allow_retries=False,
             )
         time.sleep(POLL_SECONDS)

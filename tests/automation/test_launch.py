@@ -26,6 +26,7 @@ from rlhf_pipeline.definitions import definitions
 from rlhf_pipeline.feedback.claims import PRUNE, ClaimBook
 from rlhf_pipeline.feedback.ingest import ingest
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.files import locked
 
 VOTE = '{"kind": "thumbs", "prompt": "Why?", "completion": "So.", "value": "up", "rater": "ann"}\n'
 
@@ -223,7 +224,34 @@ def test_of_two_turns_begun_by_hand_in_one_moment_one_waits(
         monkeypatch.setattr("automation.launch.time.sleep", sleep)
         with launch._a_place(instance, pipeline, "own", bars):
             assert len(slept) == 3
-    assert capsys.readouterr().out == "waits while others are trained: one that begins now\n"
+    words = f"waits while others are trained: tea, which begins now (process {os.getpid()})\n"
+    assert capsys.readouterr().out == words
+    pipeline.database.close()
+
+
+def test_a_turn_that_stands_still_once_it_has_begun_keeps_no_other_from_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one sent behind with Ctrl-Z does: its run is ended, and what it holds must be nothing."""
+    home = processes.prepare_home(tmp_path / "state")
+    pipeline, bars = Pipeline(), Bars(Console(width=100))
+    with dg.DagsterInstance.from_config(str(home)) as instance, ExitStack() as stack:
+        stack.enter_context(launch._a_place(instance, pipeline, "tea", bars))
+        run = instance.create_run_for_job(
+            definitions().resolve_job_def("retrain"),
+            status=dg.DagsterRunStatus.STARTED,
+            tags={AGENT: "tea"},
+        )
+        lock = Path(instance.root_directory, "begun_by_hand.lock")
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with lock.open() as other:
+                if locked(other):
+                    break
+            time.sleep(0.1)
+        instance.report_run_failed(run)
+        stack.enter_context(launch._a_place(instance, pipeline, "own", bars))
+    assert capsys.readouterr().out == ""
     pipeline.database.close()
 
 
