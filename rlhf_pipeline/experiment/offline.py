@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.registry.models import ModelRegistry
 
 NEWEST = 20_000  # logged rows among which prompts are looked for
+TELLING = 8  # prompts: of two equal versions compared on 2, 47 % were told apart, on 4 12 %
 FEWEST = 100  # held-out prompts below which seen ones are taken too
 
 
@@ -75,7 +76,9 @@ class Offline:
         low, high = rate.low or 0.0, 1.0 if rate.high is None else rate.high
         told = f"{rate.value:.3f} ({low:.3f} to {high:.3f})"
         pair = f"version {self.second}", f"version {self.first}"
-        if low > 0.5:
+        if self.report.prompts < TELLING:
+            said = f"too few prompts to tell {pair[0]} from {pair[1]}, needed {TELLING}"
+        elif low > 0.5:
             said = f"{pair[0]} is better than {pair[1]}"
         elif high < 0.5:
             said = f"{pair[0]} is worse than {pair[1]}"

@@ -76,6 +76,8 @@ def test_a_verdict_needs_an_interval_on_one_side(found: Offline) -> None:
         rates = {"baseline": Number(0.5, low, high, 12)}
         report = replace(found.report, length_controlled_win_rates=rates)
         assert word in replace(found, report=report).words
+        few = replace(found, report=replace(report, prompts=7))
+        assert few.words.startswith("too few prompts to tell version 1 from version 0, needed 8: ")
 
 
 def test_seed_conversations_of_a_file_were_trained_on(
