@@ -2,14 +2,16 @@
 
     python -m benchmarks.ppo_seeds --seeds 20 --per-world 4 --out benchmarks/ppo_seeds
     python -m benchmarks.ppo_seeds --ppo "estimator: rloo, completions_per_prompt: 4" --out rloo
+    python -m benchmarks.ppo_seeds --hidden --out hidden
 
 A world is a baseline, people, their votes and the reward models learned from them; seeds that
 share one differ in PPO's own draws: the order of prompts, what is sampled, the shuffling. With
 --per-world 1 every seed has a world of its own. --ppo holds other settings against the recipe's,
-in the same worlds. Nothing here promotes: what PPO chose is held against its baseline on held-out
-prompts, and so is every look at the watch prompts on the way. Work that is done is kept in --work,
-so a stopped run goes on. Ends with status 1 if a seed does not improve, or collapses: ends below
-where it began.
+in the same worlds; --hidden what a perfect reward model would bring, one that says what people
+secretly think, against the learned ones. Nothing here promotes: what PPO chose is held against its
+baseline on held-out prompts, and so is every look at the watch prompts on the way. Work that is
+done is kept in --work, so a stopped run goes on. Ends with status 1 if a seed does not improve, or
+collapses: ends below where it began.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from rlhf_pipeline.stages import Turn
 
 AGENT = "shop"
 EVENTS = 11_000  # of the first day, as in the demo
+DEVIATES = 10.0  # times the hidden preference: it differs then as learned rewards do, by about 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,15 @@ class Overheard:
             hidden = [hidden_preference(item.prompt, item.completion) for item in items]
             self.means.append(statistics.fmean(hidden))
         return scores
+
+
+class Hidden:
+    """What people secretly think as a reward; it lies at 7, where learned ones lie around 0."""
+
+    version = "hidden"
+
+    def __call__(self, items: Sequence[RewardInput]) -> Sequence[float]:
+        return [DEVIATES * hidden_preference(item.prompt, item.completion) for item in items]
 
 
 def build_world(settings: Settings, folder: Path) -> Turn:
@@ -146,8 +158,11 @@ def build_world(settings: Settings, folder: Path) -> Turn:
     return turn
 
 
-def train(turn: Turn, seed: int, folder: Path) -> Seed:
-    """Train one seed's policy in the turn's world and return what it came to."""
+def train(turn: Turn, seed: int, folder: Path, *, hidden: bool) -> Seed:
+    """Train one seed's policy in the turn's world and return what it came to.
+
+    `hidden`: the reward, and what chooses the update, is what people secretly think.
+    """
     from rlhf_pipeline.ppo.trainer import train_ppo
     from rlhf_pipeline.reward.model import load_reward_model
 
@@ -158,11 +173,11 @@ def train(turn: Turn, seed: int, folder: Path) -> Seed:
     proxy, stopping = (
         load_reward_model(turn.work / "reward" / job) for job in ("proxy", "stopping")
     )
-    overheard = Overheard(stopping)
+    overheard = Overheard(Hidden() if hidden else stopping)
     result = train_ppo(
         policy_dir=turn.baseline or "",
         reference_dir=turn.baseline or "",
-        reward=stages.maximised(turn, proxy),
+        reward=Hidden() if hidden else stages.maximised(turn, proxy),
         stopping=overheard,
         prompts=prompts[watched:],
         watch_prompts=prompts[:watched],
@@ -250,11 +265,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--per-world", type=int, default=4, help="seeds that share a world")
     parser.add_argument("--ppo", default="", metavar="YAML", help="other settings")
+    parser.add_argument("--hidden", action="store_true", help="what a perfect reward would bring")
     parser.add_argument("--work", type=Path, default=Path(".rlhf-seeds"), help="kept between runs")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/ppo_seeds"), help="no suffix")
     given = parser.parse_args()
     asked = yaml.safe_load(f"{{{given.ppo}}}")
     suffix = f"-{hashed(json.dumps(asked, sort_keys=True))[:8]}" if asked else ""
+    suffix += "-hidden" if given.hidden else ""
     done: list[Seed] = []
     for number in range(given.seeds):
         world = number // given.per_world
@@ -263,7 +280,8 @@ def main() -> None:
         path = folder / f"seed-{number}{suffix}.json"
         if not path.exists():
             turn = build_world(settings, folder.absolute())
-            seed = train(turn, number, folder.absolute() / f"ppo-{number}{suffix}")
+            output = folder.absolute() / f"ppo-{number}{suffix}"
+            seed = train(turn, number, output, hidden=given.hidden)
             write_json(path, asdict(seed))
             say(f"seed {number}: {seed.baseline:.3f} → {seed.chosen:.3f}, {seed.seconds:.0f} s")
         values = json.loads(path.read_text(encoding="utf-8"))
