@@ -66,13 +66,13 @@ class PpoSettings:
     kl_horizon: int = 10_000
     """Episodes over which the adaptive controller corrects."""
     missing_eos_score: float | None = -1.0
-    """Most a completion without an end token can score (N+: -1); None lets it keep its own.
+    """Most a completion without an end token can score (N+: -1); None lets it keep its own, as does
+    a number above all scores.
     Either way the completion ends its episode: nothing is bootstrapped past the length limit."""
     score_normalisation: Literal["none", "running"] = "none"
     """running subtracts the mean and divides by the deviation of all scores so far (kept in the
-    checkpoint); none takes them as they are (N+). Where they lie does not matter then, as the
-    critic begins at the first update's mean return; their scale does, beside kl_coef and
-    value_clip_range."""
+    checkpoint); none takes them as they are (N+). The critic begins at the first update's mean
+    return, wherever that lies; their scale counts beside kl_coef and value_clip_range."""
     score_clip: float | None = None
     """Largest absolute score after normalisation; None leaves it (N+)."""
     whiten_rewards: bool = False
