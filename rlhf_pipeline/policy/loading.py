@@ -44,6 +44,8 @@ ADAPTER = "adapter_config.json"
 # its initialization.py): of two that load at once one would lack its output layer, and it may never
 # come back for those after them.
 ONE_AT_A_TIME = threading.Lock()
+TRAINED_WITH = re.compile("drop|(?<!router_)jitter")
+"""Within the name of a number that only training reads: what is dropped, and noise of experts."""
 HUB_ID = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?", re.ASCII)
 
 
@@ -258,7 +260,8 @@ def switch_off_dropout(model: nn.Module) -> None:
     """Make train() and eval() compute the same, so the first PPO ratio is exactly 1.
 
     Families keep how much they drop under names of their own, in modules and in configurations that
-    modules read as they compute.
+    modules read as they compute; and mixtures of experts how much noise they train with. PhiMoE's
+    router reads its own in either mode, and is left to whoever trains it.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -266,7 +269,7 @@ def switch_off_dropout(model: nn.Module) -> None:
         config = getattr(module, "config", None)
         for holder in (module, config) if isinstance(config, PreTrainedConfig) else (module,):
             for name, setting in vars(holder).items():
-                if isinstance(setting, float) and "drop" in name:
+                if isinstance(setting, float) and TRAINED_WITH.search(name):
                     setattr(holder, name, 0.0)
 
 

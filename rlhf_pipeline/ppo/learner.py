@@ -390,7 +390,8 @@ def recomputing(trunk: nn.Module, settings: PpoSettings) -> Iterator[None]:
         for module in trunk.modules():
             # OPT's decoder would draw which layers to drop, none, by a number that a plan has not.
             # Its layers, whose own mode it is that counts, train on.
-            if hasattr(module, "layerdrop"):
+            # PhiMoE's router would draw experts, other ones when it is computed again.
+            if hasattr(module, "layerdrop") or hasattr(module, "router_jitter_noise"):
                 module.training = False
     try:
         yield

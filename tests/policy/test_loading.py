@@ -116,6 +116,7 @@ def test_a_missing_pad_token_is_added_as_an_unlikely_one_and_dropout_is_off(tmp_
         ("gpt_bigcode", {"attn_pdrop": 0.5}),  # a number of the attention's own
         ("seed_oss", {"residual_dropout": 0.5, "num_key_value_heads": 1}),
         ("bloom", {"hidden_dropout": 0.5, "attention_dropout": 0.5}),
+        ("mixtral", {"router_jitter_noise": 0.5, "num_key_value_heads": 1}),
     ],
 )
 def test_a_family_computes_the_same_in_training_whatever_it_calls_its_dropout(

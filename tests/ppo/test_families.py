@@ -233,6 +233,28 @@ def test_a_model_that_sees_too_is_trained_by_what_its_configuration_says_of_text
     assert result.history[-1]["rollout/turns_mean"] > 1
 
 
+def test_a_mixture_draws_no_experts_where_its_layers_are_computed_again(tmp_path: Path) -> None:
+    tokenizer = plain_tokenizer()
+    end = int(tokenizer.eos_token_id)
+    model = family_model(
+        "phimoe",
+        vocab_size=len(tokenizer),
+        num_key_value_heads=1,
+        max_position_embeddings=96,
+        pad_token_id=None,
+        eos_token_id=end,
+    )
+    model.save_pretrained(tmp_path / "phimoe")
+    tokenizer.save_pretrained(tmp_path / "phimoe")
+    gradients = []
+    for recomputes in (False, True):
+        learner, rollouts = learner_of(tmp_path / "phimoe", gradient_checkpointing=recomputes)
+        accumulate_gradients(learner, rollouts, torch.arange(len(rollouts)))
+        gradients.append([w.grad for w in learner.trainable().values() if w.grad is not None])
+    for one, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(again, one, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
