@@ -846,6 +846,10 @@ class UpstreamSettings(Section):
 
     @model_validator(mode="after")
     def _version_is_said_once(self) -> UpstreamSettings:
+        if set("{}") & set(self.model.replace("{version}", "")):
+            raise ValueError(
+                f"model needs no brace but those of {{version}}, found {self.model!r}; correct it"
+            )
         if self.version is not None and "{version}" in self.model:
             raise ValueError(
                 f"model or version must say which version is served, found both ({self.model!r} "

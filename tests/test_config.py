@@ -566,6 +566,13 @@ def test_a_recipe_changes_a_preset_and_leaves_parts_of_it_out(recipe: Any, tmp_p
     assert functions["empathy"].floor == 0.1
 
 
+@pytest.mark.parametrize("model", ["shop-{ver}", "shop-{version", "{version}-{}"])
+def test_an_upstreams_model_has_no_other_braces(model: str) -> None:
+    there = {"shop": {"url": "http://127.0.0.1:9/v1", "model": model}}
+    with pytest.raises(ConfigError, match=r"no brace but those of \{version\}, found"):
+        load_settings("tiny", {"serving": {"upstreams": there}})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -573,6 +580,10 @@ def test_a_recipe_changes_a_preset_and_leaves_parts_of_it_out(recipe: Any, tmp_p
         ("functions: {x: {function: 'no_module:f'}}", "in the module 'no_module', found none"),
         ("functions: {length: {options: {short: 1}}}", "takes the options shortest, longest"),
         ("functions: {learned: {options: {short: 1}}}", "takes no options"),
+        (
+            "functions: {x: {function: '.'}}",
+            r"a reward model is needed at \., found no reward_model",
+        ),
         ("functions: {length: {weight: {from: 1}}}", "must be a number, {start, end, updates}"),
         ("functions: {length: {weight: {steps: {4: 1}}}}", "numbers from update 0 on"),
         ("functions: {length: {normalisation: [1, 0]}}", "a range .low, high. that rises"),

@@ -8,6 +8,7 @@ from rlhf_pipeline.errors import HashMismatch, RegistryError
 from rlhf_pipeline.feedback.datasets import Job
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.registry.ledger import ModelVersion
+from rlhf_pipeline.reward import SETTINGS
 
 
 def reward_folder(version: ModelVersion, job: Job) -> Path:
@@ -15,7 +16,7 @@ def reward_folder(version: ModelVersion, job: Job) -> Path:
 
     Raises RegistryError where the version had none or it is gone, HashMismatch where it is another.
     """
-    from rlhf_pipeline.reward.model import HEAD, SETTINGS, TRUNK
+    from rlhf_pipeline.reward.model import HEAD, TRUNK
 
     name = f"version {version.version} of {version.agent_id}"
     known = version.lineage.get("reward_models", {}).get(job)

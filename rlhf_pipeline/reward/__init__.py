@@ -2,5 +2,6 @@
 
 FEWEST_JUDGED = 2  # preferences and corrections that can judge a reward model
 FEWEST_MATCHED = 10  # liked answers, and as many disliked ones, that can where these are few
-WORST = "worst.json"  # in a reward model's folder: the words of what it is most wrong about
+SETTINGS = "reward_model.json"  # in a reward model's folder: what it reads, and how
+WORST = "worst.json"  # likewise: the words of what it is most wrong about
 RATERS = "raters.json"  # likewise: whom it believed how far

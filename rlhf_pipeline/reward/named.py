@@ -17,6 +17,7 @@ from typing import Any
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import RewardFunction, hashed
+from rlhf_pipeline.reward import SETTINGS
 from rlhf_pipeline.reward.composite import CompositeReward, Term
 from rlhf_pipeline.reward.functions import CheckedReward, as_reward
 from rlhf_pipeline.reward.judge import JudgeReward
@@ -71,11 +72,7 @@ def named_reward(
     if name.startswith(("http://", "https://")):
         return _made(partial(_remote, name), "at its address", options)  # which may hold a secret
     if Path(name).is_dir():
-        if options:
-            raise ModelError(
-                f"a reward model's folder takes no options, found {', '.join(options)} for {name}; "
-                "leave them out"
-            )
+        _check_folder(name, options)
         return as_reward(name, device=device)
     if ":" in name:
         return _loaded(name, name, options)
@@ -96,8 +93,22 @@ def check_function(name: str, one: FunctionSettings) -> None:
                 f"{name} is the reward model of this turn, which takes no options, found "
                 f"{', '.join(one.options)}; leave them out"
             )
-    elif not Path(target).is_dir() or target in MADE:
+    elif Path(target).is_dir() and target not in MADE:
+        _check_folder(target, one.options)
+    else:
         named_reward(target, one.options)
+
+
+def _check_folder(folder: str, options: Mapping[str, Any]) -> None:
+    if options:
+        raise ModelError(
+            f"a reward model's folder takes no options, found {', '.join(options)} for {folder}; "
+            "leave them out"
+        )
+    if not (Path(folder) / SETTINGS).is_file():
+        raise ModelError(
+            f"a reward model is needed at {folder}, found no {SETTINGS} in it; correct the path"
+        )
 
 
 def composite_of(
