@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from rlhf_pipeline.errors import ConfigError
 
+SEEDS = 2**32  # as many as numpy and scikit-learn take
 LARGEST_KL_ERROR = 0.2  # arXiv:1909.08593: the proportional error is clipped to +-0.2
 
 
@@ -209,7 +210,7 @@ class PpoSettings:
         for name in ("top_k", "lora_rank", "replay_updates", "samples_shown"):
             yield from self._unless(getattr(self, name) >= 0, name, "0 or more")
         # A generator takes 64 bits, of which the order of the prompts needs room to count on from.
-        yield from self._unless(0 <= self.seed < 2**32, "seed", "from 0 to 4294967295")
+        yield from self._unless(0 <= self.seed < SEEDS, "seed", f"from 0 to {SEEDS - 1}")
         yield from self._unless(self.keep_checkpoints >= 2, "keep_checkpoints", "at least 2")
         for name, allowed in _CHOICES.items():
             fine = getattr(self, name) in allowed

@@ -43,7 +43,7 @@ from rlhf_pipeline.ppo.learner import (
 )
 from rlhf_pipeline.ppo.optimising import NotFinite
 from rlhf_pipeline.ppo.result import TrainingResult
-from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.ppo.settings import SEEDS, PpoSettings
 from rlhf_pipeline.ppo.state import Progressed, run_fingerprint
 from rlhf_pipeline.ppo.updating import Training, begin, checked_training, result_of, tell, update
 from rlhf_pipeline.ppo.watching import choose_update, reason_to_stop, updates_by_preference
@@ -255,7 +255,7 @@ def build_learners(
 def _settings_of(i: int, one: Specialist, settings: PpoSettings) -> PpoSettings:
     """Return the settings of the i-th agent: its own draws, and its own KL coefficient."""
     kl_coef = settings.kl_coef if one.kl_coef is None else one.kl_coef
-    return replace(settings, seed=settings.seed + i, kl_coef=kl_coef)
+    return replace(settings, seed=(settings.seed + i) % SEEDS, kl_coef=kl_coef)
 
 
 def check_settings(settings: PpoSettings) -> None:

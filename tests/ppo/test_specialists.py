@@ -124,13 +124,18 @@ def test_agents_that_are_interrupted_end_as_if_they_were_not(base: Path, tmp_pat
         )
 
 
+def test_after_the_last_seed_comes_the_first(base: Path) -> None:
+    learners = build_learners(two(base), replace(SETTINGS, seed=2**32 - 1))
+    assert [learner.settings.seed for learner in learners.values()] == [2**32 - 1, 0]
+
+
 @pytest.mark.parametrize("shares_critic", [True, False])
 def test_agents_start_their_critics_from_a_reward_model(
     base: Path, tmp_path: Path, shares_critic: bool
 ) -> None:
     reward = save_reward(base, tmp_path / "reward", offset=0.75)
     learners = build_learners(two(base), SETTINGS, value_init=reward, shares_critic=shares_critic)
-    tokens = rollouts_of(learners["tale"]).tokens
+    tokens = rollouts_of(learner_at(base)).tokens
     with torch.no_grad():  # as alone, and that it values as the model scores is tested there
         alone = learner_at(base, changed(critic="separate"), value_init=reward).values(tokens)
         for learner in learners.values():
