@@ -8,7 +8,7 @@
 | oasst | message trees (`message_tree_id`, `prompt`, nested `replies`), bare nested messages, or flat messages (`message_id`, `parent_id`, `text`, `role`), a tree's rows together; ranked siblings become pairs, +1 and -1 reactions thumbs |
 | answers | `question`, `prediction 1`, `prediction 2` and so on (nine at most), `preference` (a number per pair), `feedback` with `corrected-prediction`: pairs with ties, and corrections |
 | judgements | `prompt`, `completion_a`, `completion_b`, `preference` (a-is-better, a-is-slightly-better, tie, b-is-slightly-better, b-is-better), optional: `completion_a_is_acceptable` and `completion_b_is_acceptable` (yes, no): a preference, both bad where a tie is between two that are not acceptable, and thumbs |
-| quality | `messages` ending with the assistant's, or `prompt` and `completion` (text, a message, or messages), or `text` holding a dialogue with turns as in hh_rlhf; and `quality` (0 to 1, a score) or `label` (true, false: thumbs) |
+| quality | `messages` ending with the assistant's, or `prompt` and `completion` (text, a message, or messages), or `text` holding a dialogue with turns as in hh_rlhf; and `quality` (0 to 1, a score) or `label` (true, false: thumbs), not both |
 
 Whoever voted is `rater`, `annotator`, `evaluator`, `annotator_id`, `labeler`, `labeler_id` or
 `worker_id` (any text, hashed here), or `rater_id` (hashed already): in pairs, hh_rlhf, judgements and
@@ -105,6 +105,9 @@ LABELLED = ("annotator_id", "labeler", "labeler_id", "worker_id")
 where no other is there: they are passed over where they hold anything but a name."""
 WHO = (*SIGNED, *LABELLED, "rater_id")
 PROMPTS = ("prompt", "messages", "conversations", "question")  # the first that is there is it
+VOTED = ("quality", "label")
+INSTEAD = (VOTED,)
+"""Fields of which each may say what another would: where one is told, the untold are not read."""
 SCORES = ("chosen_score", "rejected_score", "score_chosen", "score_rejected")
 JUDGED = tuple(f"completion_{side}{what}" for side in "ab" for what in ("", "_is_acceptable"))
 NUMBER = re.compile(r"[+-]?[0-9]{1,9}(?:[.,][0-9]{1,9})?")
@@ -123,16 +126,26 @@ IN_PYTHON = re.compile(
 class Row:
     """One row and where it came from."""
 
-    values: Values
+    whole: Values
     agent_id: str
     origin: str
     source: Source  # whose judgement the file holds, where the row does not say
     zone: tzinfo | None = None  # of a moment that has none
+    told: frozenset[str] = frozenset()  # the fields that somebody said the file has
+
+    @property
+    def values(self) -> Values:
+        """What is read of the row: nothing in whose place another field is told."""
+        instead = {name for names in INSTEAD if self.told.intersection(names) for name in names}
+        unread = instead - self.told
+        if not unread:
+            return self.whole
+        return {name: value for name, value in self.whole.items() if name not in unread}
 
     @property
     def key(self) -> str:
         """The idempotency key of a row without one: the same row again is the same key."""
-        return "row:" + hashed(self.agent_id, canonical(self.values))
+        return "row:" + hashed(self.agent_id, canonical(self.whole))
 
     def event(self, kind: FeedbackKind, **fields: Any) -> Feedback:
         """Return an event of this row."""
@@ -583,6 +596,11 @@ def quality(row: Row) -> Iterator[Feedback]:
         prompt, completion = _side(values, "completion", _prompt(values))
     else:
         prompt, completion = split_dialogue(_needed_text(values, "text"), "text")
+    given = [name for name in VOTED if values.get(name) is not None]
+    if len(given) > 1:  # one of them would be lost
+        ways = "--map label=label or --map quality=quality"
+        remedy = f"{MEND}, or, of a file, say which is the vote: rlhf ingest {ways}"
+        refuse(Rule.repeated_field, "quality or label, or as many rows", given, remedy)
     if values.get("quality") is not None:
         kind, number = FeedbackKind.score, _number(values["quality"], "quality")
     else:

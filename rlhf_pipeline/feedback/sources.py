@@ -79,8 +79,9 @@ def read(
         rows = _file_rows(Path(path), position, longest_row, renaming.header)
     names: dict[str, None] = {}
     rows = _noting_names(rows, names, position)
+    told: set[str] = set()
     if renaming:
-        rows = _renamed(rows, renaming, position, origin)
+        rows = _renamed(rows, renaming, position, origin, told)
     is_parquet = origin.lower().endswith(PARQUET)
     chosen = _named(format)
     trees = _FlatTrees()
@@ -97,11 +98,11 @@ def read(
             ready = [(line, raw, values)]
         for each in ready:
             position.line = each[0]
-            yield from _events(chosen, each, agent_id, origin, source, renaming.tzinfo)
+            yield from _events(chosen, each, agent_id, origin, source, renaming.tzinfo, told)
         position.line = line
     for each in trees.finish():
         position.line = each[0]
-        yield from _events(formats.OASST, each, agent_id, origin, source)
+        yield from _events(formats.OASST, each, agent_id, origin, source, renaming.tzinfo, told)
     if chosen is not None and chosen.fields:
         read = {*(chosen.fields - {*formats.LABELLED}), *renaming.columns.values()}
         position.unread = [name for name in names if not _is_read(name, read)]
@@ -180,9 +181,16 @@ def _is_read(name: str, read: Collection[str]) -> bool:
 
 
 def _renamed(
-    rows: Iterator[_Parsed], renaming: Renaming, position: Position, origin: str
+    rows: Iterator[_Parsed],
+    renaming: Renaming,
+    position: Position,
+    origin: str,
+    told: set[str],
 ) -> Iterator[_Parsed]:
-    """Yield the rows by our names, once what is renamed was found among the first of them."""
+    """Yield the rows by our names, once what is renamed was found among the first of them.
+
+    `told` takes the fields that are told and there.
+    """
     some = list(islice(rows, LOOKED_AT))
     is_cells = bool(position.columns)
     objects = [values for _, _, values in some if not isinstance(values, FeedbackRefused)]
@@ -199,6 +207,9 @@ def _renamed(
             f"needed {', '.join(map(repr, missed))} among the columns of {origin}, found "
             f"{ascii(there)[:300]}; correct {told_by} (where it is inside an object is written a.b)"
         )
+    if not is_ours:
+        told.update(renaming.fixed)
+        told.update(name for name, column in renaming.columns.items() if column not in lacking)
     # What is kept of a row that is set aside names its rater as we do: an erasure looks there.
     for line, raw, values in chain(some, rows):
         if isinstance(values, FeedbackRefused):
@@ -375,15 +386,17 @@ def _events(
     agent_id: str,
     origin: str,
     source: Source,
-    zone: tzinfo | None = None,
+    zone: tzinfo | None,
+    told: Collection[str],
 ) -> Iterator[Feedback | QuarantinedRow]:
     line, raw, values = parsed
     if isinstance(values, FeedbackRefused):
         yield _aside(agent_id, origin, line, values, raw)
         return
     count = 0
+    row = Row(values, agent_id, origin[-400:], source, zone, frozenset(told))
     try:
-        for event in chosen.events(Row(values, agent_id, origin[-400:], source, zone)):
+        for event in chosen.events(row):
             count += 1
             try:
                 check_event(event)

@@ -331,6 +331,26 @@ def test_a_column_with_the_name_of_a_field_that_it_is_not_is_left_unread(
         assert plain(rows_of(path, Renaming({"value": "value"}, {"kind": "thumbs"})))
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_of_a_label_and_a_quality_the_one_that_is_told_is_the_vote(
+    tmp_path: Path, suffix: str
+) -> None:
+    path = tmp_path / f"chats.{suffix}"
+    row = {"prompt": "Why?", "completion": "So.", "thumb": True, "label": False, "quality": 0.93}
+    if suffix == "csv":
+        path.write_text("prompt;completion;thumb;label;quality\nWhy?;So.;true;false;0.93\n")
+    else:
+        path.write_text(json.dumps(row))
+    told = [("label", "thumb"), ("label", "label"), ("quality", "quality")]
+    events = [rows_of(path, Renaming({name: column}))[0] for name, column in told]
+    votes = [(event.kind.value, event.number) for event in events]
+    assert votes == [("thumbs", 1), ("thumbs", 0), ("score", 0.93)]
+    for renaming in (Renaming(), Renaming({"label": "thumb", "quality": "quality"})):
+        [aside] = rows_of(path, renaming)
+        assert aside.rule == "repeated_field"
+        assert aside.detail.endswith("--map label=label or --map quality=quality")
+
+
 def test_a_path_may_begin_with_a_name_that_holds_dots(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"  # as Argilla writes them flat
     row = {"q": "Why?", "a": "So.", "q.responses": [None, 4], "q.responses.users": ["ann", "bob"]}
