@@ -106,7 +106,7 @@ where no other is there: they are passed over where they hold anything but a nam
 WHO = (*SIGNED, *LABELLED, "rater_id")
 PROMPTS = ("prompt", "messages", "conversations", "question")  # the first that is there is it
 VOTED = ("quality", "label")
-INSTEAD = (VOTED,)
+INSTEAD = (PROMPTS, WHO, VOTED)
 """Fields of which each may say what another would: where one is told, the untold are not read."""
 SCORES = ("chosen_score", "rejected_score", "score_chosen", "score_rejected")
 JUDGED = tuple(f"completion_{side}{what}" for side in "ab" for what in ("", "_is_acceptable"))
@@ -587,12 +587,17 @@ def _acceptable(values: Values, name: str) -> float | None:
 # -- quality and labels -------------------------------------------------------------------------
 
 
+ANSWERED = ("messages", "completion", "text")  # the first that is there has the answer
+
+
 def quality(row: Row) -> Iterator[Feedback]:
     """Yield the score or thumbs a `quality` row holds."""
     values = row.values
-    if values.get("messages") is not None:
+    told = [name for name in ANSWERED if name in row.told]
+    answered = next((name for name in told or ANSWERED if values.get(name) is not None), "text")
+    if answered == "messages":
         prompt, completion = _last_answer(messages_of(values["messages"], "messages"))
-    elif values.get("completion") is not None:
+    elif answered == "completion":
         prompt, completion = _side(values, "completion", _prompt(values))
     else:
         prompt, completion = split_dialogue(_needed_text(values, "text"), "text")

@@ -14,6 +14,7 @@ import pytest
 
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import SourceError
+from rlhf_pipeline.feedback import formats
 from rlhf_pipeline.feedback.ingest import ingest
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.sources import read
@@ -349,6 +350,58 @@ def test_of_a_label_and_a_quality_the_one_that_is_told_is_the_vote(
         [aside] = rows_of(path, renaming)
         assert aside.rule == "repeated_field"
         assert aside.detail.endswith("--map label=label or --map quality=quality")
+
+
+PAIR = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
+THUMB = {"kind": "thumbs", "prompt": "Why?", "completion": "So.", "value": "up"}
+CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Hm."}]
+JUDGED = {"prompt": "Why?", "completion_a": "So.", "completion_b": "No.", "preference": "tie"}
+ANN = hash_rater("tea", "ann")
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "rater"),
+    [
+        ({**PAIR, "prompt": "template-3", "conv": CHAT[:1]}, {"messages": "conv"}, None),
+        ({**PAIR, "messages": CHAT, "question": "7"}, {"prompt": "prompt"}, None),
+        ({"q": "Why?", "a": "So.", "messages": CHAT}, {"prompt": "q", "completion": "a"}, None),
+        ({"a": "So.", "messages": CHAT[:1], "text": "late"}, {"completion": "a"}, None),
+        ({**PAIR, "rater_id": "R-17", "who": "ann"}, {"rater": "who"}, ANN),
+        ({**THUMB, "rater_id": "R-17", "who": "ann"}, {"rater": "who"}, ANN),
+        ({**JUDGED, "rater": "batch-7", "who": "ann"}, {"evaluator": "who"}, ANN),
+        ({**JUDGED, "annotator": "batch-7", "who": ANN}, {"rater_id": "who"}, ANN),
+        ({**JUDGED, "labeler": "batch-7", "who": None}, {"rater": "who"}, None),
+    ],
+)
+def test_what_is_told_is_read_and_no_column_that_might_say_it_too(
+    tmp_path: Path, row: dict[str, Any], columns: dict[str, str], rater: str | None
+) -> None:
+    path = tmp_path / "votes.jsonl"
+    fixed = {} if {"chosen", "kind", "preference"} & row.keys() else {"label": "true"}
+    path.write_text(json.dumps(row))
+    [event] = rows_of(path, Renaming(columns, fixed))
+    assert (event.prompt, event.completion) == (user_prompt("Why?"), "So.")
+    assert event.rater_id == rater
+
+
+def test_a_column_that_a_file_lacks_takes_no_others_place(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({**PAIR, "who": "ann"}))
+    recipe = Renaming({"rater": "who", "messages": "conv"}, for_any_file=True)
+    [event] = rows_of(path, recipe)
+    assert (event.prompt, event.rater_id) == (user_prompt("Why?"), ANN)
+
+
+@pytest.mark.parametrize("row", [PAIR, THUMB])
+def test_a_row_whose_told_rater_stood_before_others_is_known_as_before(
+    tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "votes.jsonl"
+    path.write_text(json.dumps({**row, "who": "ann", "worker_id": 7}))
+    renaming = Renaming({"rater": "who"})
+    now = rows_of(path, renaming)
+    monkeypatch.setattr(formats, "INSTEAD", ())
+    assert rows_of(path, renaming) == now
 
 
 def test_a_path_may_begin_with_a_name_that_holds_dots(tmp_path: Path) -> None:
