@@ -12,7 +12,9 @@
 
 Whoever voted is `rater`, `annotator`, `evaluator`, `annotator_id`, `labeler`, `labeler_id` or
 `worker_id` (any text, hashed here), or `rater_id` (hashed already): in pairs, hh_rlhf, judgements and
-quality; in events `rater` or `rater_id` alone.
+quality; in events `rater` or `rater_id` alone. Where they are told, pairs, hh_rlhf, judgements and
+quality have `occurred_at`, `source`, `comment`, `topic` and `tags` as events do (answers all but the
+`comment`, oasst the `source`), and quality an `idempotency_key` as pairs does.
 
 Messages may stand in a text as JSON, as a column of texts has them, but for an event's answer, which
 is text; and a text prompt that begins with "\\n\\nHuman:" and ends with "\\n\\nAssistant:" has turns
@@ -106,6 +108,9 @@ where no other is there: they are passed over where they hold anything but a nam
 WHO = (*SIGNED, *LABELLED, "rater_id")
 PROMPTS = ("prompt", "messages", "conversations", "question")  # the first that is there is it
 VOTED = ("quality", "label")
+BESIDE = ("occurred_at", "source", "comment", "topic", "tags")
+"""Fields of `events` that other formats hold where they are told: a data set's own source or tags
+say something else, and whose judgement it is they would say wrongly."""
 INSTEAD = (PROMPTS, WHO, VOTED)
 """Fields of which each may say what another would: where one is told, the untold are not read."""
 SCORES = ("chosen_score", "rejected_score", "score_chosen", "score_rejected")
@@ -148,14 +153,18 @@ class Row:
         return "row:" + hashed(self.agent_id, canonical(self.whole))
 
     def event(self, kind: FeedbackKind, **fields: Any) -> Feedback:
-        """Return an event of this row."""
+        """Return an event of this row, with what is told of BESIDE where that is not given."""
         if "idempotency_key" not in fields:
             fields["idempotency_key"] = self.key
-        fields.setdefault("source", self.source)
+        fields = {**_beside(self), **fields}
         return Feedback(agent_id=self.agent_id, kind=kind, origin=self.origin, **fields)
 
     def said(self, kind: FeedbackKind, **fields: Any) -> Feedback:
-        """Return one of several events of this row; its key follows from what it says."""
+        """Return one of several events of this row; its key follows from what it says.
+
+        A comment goes with the one that it is given for, or would be said of each.
+        """
+        fields.setdefault("comment", None)
         event = self.event(kind, idempotency_key="", **fields)
         return replace(
             event, idempotency_key="said:" + hashed(self.agent_id, canonical(to_row(event)))
@@ -170,6 +179,7 @@ class Format:
     matches: Callable[[Values], bool]
     events: Callable[[Row], Iterable[Feedback]]
     fields: frozenset[str] = frozenset()  # that it reads, where its rows may name their rater
+    told: frozenset[str] = frozenset(BESIDE)  # that it reads where they are told
 
 
 # -- our own events -----------------------------------------------------------------------------
@@ -195,15 +205,9 @@ def events(row: Row) -> Iterator[Feedback]:
     first = values.get("shown_first")
     fields["shown_first"] = "this" if first is None else first
     fields["rater_id"] = _rater(row)
-    source = values.get("source")
-    if isinstance(source, str) and source not in SOURCES:
-        needed = f"a source out of {', '.join(SOURCES)}"
-        refuse_word(Rule.unknown_source, needed, source, "|".join(SOURCES))
-    fields["source"] = row.source if source is None else source
-    fields["occurred_at"] = _moment(values, row.zone)
-    fields["tags"] = _tags(values)
-    key = _text(values, "idempotency_key")
-    yield row.event(kind, **fields, **({} if key is None else {"idempotency_key": key}))
+    if (key := _text(values, "idempotency_key")) is not None:
+        fields["idempotency_key"] = key
+    yield replace(row, told=row.told.union(BESIDE)).event(kind, **fields)
 
 
 def to_row(event: Feedback) -> dict[str, Any]:
@@ -276,6 +280,22 @@ def _value(values: Values, kind: FeedbackKind) -> Any:
     if kind is FeedbackKind.criteria and isinstance(value, dict):
         return {name: _number(v, f"criterion {name[:64]!r}") for name, v in value.items()}
     return value
+
+
+def _beside(row: Row) -> dict[str, Any]:
+    """Return what a row says of BESIDE, of what is told."""
+    values = {name: row.values.get(name) for name in row.told.intersection(BESIDE)}
+    source = values.get("source")
+    if isinstance(source, str) and source not in SOURCES:
+        needed = f"a source out of {', '.join(SOURCES)}"
+        refuse_word(Rule.unknown_source, needed, source, "|".join(SOURCES))
+    return {
+        "source": row.source if source is None else source,
+        "occurred_at": _moment(values, row.zone),
+        "comment": _text(values, "comment"),
+        "topic": _text(values, "topic"),
+        "tags": _tags(values),
+    }
 
 
 def _moment(values: Values, zone: tzinfo | None) -> datetime | None:
@@ -378,7 +398,6 @@ def _preference(
     if this[0] != other[0] and this[0][-1].role != "user":
         this, other = other, this
     choice = "tie" if tie else "left" if this is chosen else "right"
-    key = row.values.get("idempotency_key")
     return row.event(
         FeedbackKind.preference,
         prompt=this[0],
@@ -387,8 +406,13 @@ def _preference(
         other_prompt=other[0] if other[0] != this[0] else None,
         choice=choice,
         rater_id=_rater(row),
-        **({"idempotency_key": key} if isinstance(key, str) and key.strip() else {}),
+        idempotency_key=_own_key(row),
     )
+
+
+def _own_key(row: Row) -> str:
+    key = row.values.get("idempotency_key")
+    return key if isinstance(key, str) and key.strip() else row.key
 
 
 def _prompt(values: Values) -> Prompt:
@@ -557,7 +581,8 @@ def judgements(row: Row) -> Iterator[Feedback]:
     if level not in LEVELS:
         needed = f"preference out of {', '.join(LEVELS)}"
         refuse_word(Rule.value_out_of_range, needed, level, "|".join(LEVELS))
-    choice, tags = LEVELS[level]
+    choice, levels = LEVELS[level]
+    tags = (*levels, *(_tags(values) if "tags" in row.told else ()))
     rater = _rater(row)
     accepted = [_acceptable(values, f"completion_{side}_is_acceptable") for side in "ab"]
     yield row.said(
@@ -615,7 +640,14 @@ def quality(row: Row) -> Iterator[Feedback]:
         if not isinstance(label, bool):
             refuse(Rule.wrong_type, "quality from 0 to 1, or label as true or false", label)
         kind, number = FeedbackKind.thumbs, float(label)
-    yield row.event(kind, prompt=prompt, completion=completion, number=number, rater_id=_rater(row))
+    yield row.event(
+        kind,
+        prompt=prompt,
+        completion=completion,
+        number=number,
+        rater_id=_rater(row),
+        idempotency_key=_own_key(row) if "idempotency_key" in row.told else row.key,
+    )
 
 
 def _last_answer(messages: Prompt) -> tuple[Prompt, str]:
@@ -785,6 +817,7 @@ OASST = Format(
         or {"message_id", "text", "role"} <= row.keys()
     ),
     oasst,
+    told=frozenset({"prompt", "text", "source"}),  # its rankings and reactions are many people's
 )
 
 FORMATS: tuple[Format, ...] = (
@@ -807,7 +840,10 @@ FORMATS: tuple[Format, ...] = (
     ),
     OASST,
     Format(
-        "answers", lambda row: {"question", "prediction 1", "preference"} <= row.keys(), answers
+        "answers",
+        lambda row: {"question", "prediction 1", "preference"} <= row.keys(),
+        answers,
+        told=frozenset({"preference", *BESIDE} - {"comment"}),
     ),
     Format(
         "judgements",
@@ -823,6 +859,7 @@ FORMATS: tuple[Format, ...] = (
         ),
         quality,
         frozenset({"quality", "label", "completion", "text", *PROMPTS, *WHO}),
+        frozenset({"idempotency_key", *BESIDE}),
     ),
 )
 """Tried in this order on the first row that can be read."""

@@ -67,7 +67,8 @@ def read(
     how the file names what a format names otherwise.
 
     Raises SourceError where the file or data set cannot be read at all, where the first row that
-    is an object fits no format, or where what is to be renamed is not there.
+    is an object fits no format, where what is to be renamed is not there, or is no field of the
+    format's.
     """
     position = position or Position()
     if str(path).startswith(HUB):
@@ -92,6 +93,13 @@ def read(
         if is_parquet:
             values = numbers_told(values)
         chosen = chosen or _detect({**dict.fromkeys(position.columns), **values}, origin)
+        if lost := told - chosen.fields - chosen.told:
+            told_by = _told_by(renaming, "--map and --set")
+            raise SourceError(
+                f"needed fields that the format {chosen.name} has, as {origin} is read, found "
+                f"{', '.join(sorted(lost))} told, which would be lost; leave it out of {told_by}, "
+                "or, where the file is of another format, name that (--format)"
+            )
         if chosen.name == "oasst" and _is_flat(values):
             ready = trees.add(line, raw, values)
         else:
@@ -180,6 +188,10 @@ def _is_read(name: str, read: Collection[str]) -> bool:
     return any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in read)
 
 
+def _told_by(renaming: Renaming, options: str) -> str:
+    return "feedback.names in the recipe" if renaming.for_any_file else options
+
+
 def _renamed(
     rows: Iterator[_Parsed],
     renaming: Renaming,
@@ -202,10 +214,10 @@ def _renamed(
         there = sorted({str(name) for values in objects for name in values})
     is_ours = not renaming.is_for(lacking)
     if not is_ours and (missed := renaming.refused(lacking)) and (objects or is_cells):
-        told_by = "feedback.names in the recipe" if renaming.for_any_file else "--map"
         raise SourceError(
             f"needed {', '.join(map(repr, missed))} among the columns of {origin}, found "
-            f"{ascii(there)[:300]}; correct {told_by} (where it is inside an object is written a.b)"
+            f"{ascii(there)[:300]}; correct {_told_by(renaming, '--map')} (where it is inside an "
+            "object is written a.b)"
         )
     if not is_ours:
         told.update(renaming.fixed)

@@ -616,7 +616,7 @@ def _insert_events(
             _repeats(event, body, before)
             or before.left == _without_words(event)
             or _is_exported(event, body, before, stored)
-            or _is_signed_now(event, before)
+            or _says_more_now(event, before)
         ):
             outcomes.append(
                 IdempotencyConflict(
@@ -702,11 +702,17 @@ def _is_exported(event: Feedback, body: str, known: _Known, stored: Mapping[str,
     return pair is not None and pair == _pair_of(vote)
 
 
-def _is_signed_now(event: Feedback, known: _Known) -> bool:
-    """Say whether it is a file's row in which nobody's name was read when it was taken in."""
-    as_then = replace(event, rater_id=None)
-    return event.idempotency_key.startswith("row:") and _repeats(
-        as_then, body_sha256(as_then), known
+def _says_more_now(event: Feedback, known: _Known) -> bool:
+    """Say whether it is a file's row of which less was read when it was taken in.
+
+    Nobody's name, or nothing that stands beside the vote; what was exported has its stored moment.
+    """
+    bare = replace(event, occurred_at=None, comment=None, topic=None, tags=())
+    as_then = [replace(event, rater_id=None)]
+    if event.occurred_at != known.occurred_at:
+        as_then += [bare, replace(bare, rater_id=None)]
+    return event.idempotency_key.startswith("row:") and any(
+        _repeats(each, body_sha256(each), known) for each in as_then
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import SourceError
-from rlhf_pipeline.feedback import formats
+from rlhf_pipeline.feedback import export, formats
 from rlhf_pipeline.feedback.ingest import ingest
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.sources import read
@@ -402,6 +402,136 @@ def test_a_row_whose_told_rater_stood_before_others_is_known_as_before(
     now = rows_of(path, renaming)
     monkeypatch.setattr(formats, "INSTEAD", ())
     assert rows_of(path, renaming) == now
+
+
+LABELLED = {"prompt": "Why?", "completion": "So.", "label": True}
+WHOLE = {
+    "chosen": "\n\nHuman: Why?\n\nAssistant: So.",
+    "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
+}
+NOTES = {"at": "2026-05-01T12:00:00Z", "judge": "llm", "note": "late", "on": "web", "also": ["a"]}
+BESIDE = dict(zip(("occurred_at", "source", "comment", "topic", "tags"), NOTES, strict=True))
+
+
+@pytest.mark.parametrize("row", [PAIR, WHOLE, LABELLED, JUDGED])
+def test_what_stands_beside_a_vote_is_stored_where_it_is_told(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    path = tmp_path / "votes.jsonl"
+    path.write_text(json.dumps({**row, **NOTES}))
+    [event] = rows_of(path, Renaming(BESIDE, words={"llm": "model"}))
+    assert event.occurred_at == datetime(2026, 5, 1, 12, tzinfo=UTC)
+    assert (event.source, event.comment, event.topic) == ("model", "late", "web")
+    assert event.tags == ("a",)
+    for wrong, rule in (
+        ({"occurred_at": "yesterday"}, "bad_time"),
+        ({"source": "robot"}, "unknown_source"),
+        ({"tags": "shop"}, "wrong_type"),
+    ):
+        [aside] = rows_of(path, Renaming(fixed=wrong))
+        assert aside.rule == rule
+
+
+@pytest.mark.parametrize("row", [PAIR, WHOLE, LABELLED, JUDGED])
+def test_a_column_that_is_called_as_what_stands_beside_a_vote_changes_none_untold(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    """A data set's source may be `ultrachat`, or `model` for who wrote the answers."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(row))
+    expected = plain(rows_of(path, Renaming()))
+    for source in ("ultrachat", "model"):
+        theirs = {"source": source, "topic": 7, "tags": "a, b", "occurred_at": "spring"}
+        path.write_text(json.dumps({**row, **theirs, "who": None}))
+        assert plain(rows_of(path, Renaming())) == expected
+        assert plain(rows_of(path, Renaming({"rater": "who"}))) == expected
+
+
+def test_what_is_told_of_a_judgement_goes_with_each_of_its_votes_and_its_comment_with_one(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "judged.csv"
+    path.write_text(
+        "prompt,completion_a,completion_b,completion_a_is_acceptable,preference,at,note,also\n"
+        'Why?,So.,No.,yes,a-is-slightly-better,2026-05-01 12:00,late,"[""shop""]"\n'
+    )
+    told = {name: BESIDE[name] for name in ("occurred_at", "comment", "tags")}
+    preference, thumb = rows_of(path, Renaming(told, zone="Europe/Berlin"))
+    assert {preference.occurred_at, thumb.occurred_at} == {datetime(2026, 5, 1, 10, tzinfo=UTC)}
+    assert (preference.comment, thumb.comment) == ("late", None)
+    assert (preference.tags, thumb.tags) == (("slightly", "shop"), ("shop",))
+
+
+def test_who_goes_back_to_what_they_said_before_has_said_it_last(tmp_path: Path) -> None:
+    path = tmp_path / "judged.jsonl"
+    sides = ("a-is-better", "b-is-better", "a-is-better")
+    rows = [
+        {**JUDGED, "preference": side, "evaluator": "ann", "at": f"2026-05-0{day}T12:00:00Z"}
+        for day, side in enumerate(sides, 1)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    store = FeedbackStore(Database(f"sqlite:///{tmp_path / 'feedback.db'}"))
+    told = Renaming({"occurred_at": "at"})
+    assert [ingest(store, path, "tea", renaming=told).stored for _ in range(2)] == [3, 0]
+    [last] = export.events(store.database, "tea")
+    assert (last["value"], last["occurred_at"][:10]) == ("left", "2026-05-03")
+    store.database.close()
+
+
+def test_a_row_of_which_more_is_read_now_is_the_row_that_was_there_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = tmp_path / "pairs.jsonl", tmp_path / "out.jsonl"
+    path.write_text(json.dumps({**PAIR, **NOTES, "rater": "ann"}))
+    store = FeedbackStore(Database(f"sqlite:///{tmp_path / 'feedback.db'}"))
+    told = Renaming({name: BESIDE[name] for name in BESIDE if name != "source"})
+    with monkeypatch.context() as earlier:
+        earlier.setattr(formats, "BESIDE", ())
+        ingest(store, path, "tea", renaming=told)
+    again = ingest(store, path, "tea", renaming=told)
+    assert (again.stored, again.known) == (0, 1)
+    # But what somebody writes into an export is no reading of its row.
+    [row] = export.events(store.database, "tea")
+    out.write_text(json.dumps({**row, "comment": "late"}))
+    assert ingest(store, out, "tea").quarantined == {"idempotency_conflict": 1}
+    store.database.close()
+
+
+def test_a_rows_own_key_is_one_for_a_label_where_it_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({**LABELLED, "idempotency_key": "k-1"}))
+    keys = [
+        event.idempotency_key
+        for told in ({}, {"idempotency_key": "idempotency_key"})
+        for event in rows_of(path, Renaming(told))
+    ]
+    assert (keys[0][:4], keys[1]) == ("row:", "k-1")
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "format"),
+    [
+        (PAIR, "interaction_id", "pairs"),
+        (WHOLE, "tie", "hh_rlhf"),
+        (LABELLED, "choice", "quality"),
+        (JUDGED, "idempotency_key", "judgements"),
+        (JUDGED, "messages", "judgements"),
+        (THUMB, "evaluator", "events"),
+    ],
+)
+def test_a_field_that_is_told_and_that_the_format_has_not_is_refused(
+    tmp_path: Path, row: dict[str, Any], field: str, format: str
+) -> None:
+    path = tmp_path / "votes.jsonl"
+    path.write_text(json.dumps({**row, "who": "ann", "theirs": "x"}))
+    needed = f"the format {format} has, as votes.jsonl is read, found {field} told, .* out of "
+    for told in (Renaming({field: "theirs"}), Renaming(fixed={field: "x"})):
+        with pytest.raises(SourceError, match=f"{needed}--map and --set"):
+            rows_of(path, told)
+    recipe = Renaming({"rater": "who", field: "theirs"}, for_any_file=True)
+    with pytest.raises(SourceError, match=f"{needed}feedback.names in the recipe"):
+        rows_of(path, recipe)
+    assert rows_of(path, replace(recipe, columns={"rater": "who", field: "not there"}))
 
 
 def test_a_path_may_begin_with_a_name_that_holds_dots(tmp_path: Path) -> None:
