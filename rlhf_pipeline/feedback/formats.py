@@ -13,8 +13,8 @@
 Whoever voted is `rater`, `annotator`, `evaluator`, `annotator_id`, `labeler`, `labeler_id` or
 `worker_id` (any text, hashed here), or `rater_id` (hashed already): in pairs, hh_rlhf, judgements and
 quality; in events `rater` or `rater_id` alone. Where they are told, pairs, hh_rlhf, judgements and
-quality have `occurred_at`, `source`, `comment`, `topic` and `tags` as events do (answers all but the
-`comment`, oasst the `source`), and quality an `idempotency_key` as pairs does.
+quality have `occurred_at`, `source`, `comment`, `topic` and `tags` as events do (answers the rater
+and all but the `comment`, oasst the `source`), and quality an `idempotency_key` as pairs does.
 
 Messages may stand in a text as JSON, as a column of texts has them, but for an event's answer, which
 is text; and a text prompt that begins with "\\n\\nHuman:" and ends with "\\n\\nAssistant:" has turns
@@ -532,6 +532,7 @@ def answers(row: Row) -> Iterator[Feedback]:
     part of the prompt.
     """
     values = row.values
+    rater = _rater(row) if row.told.intersection(WHO) else None
     prompt = (Message("user", _needed_text(values, "question")),)
     names = [name for name in (f"prediction {i}" for i in range(1, 10)) if name in values]
     pairs_of = list(combinations([_needed_text(values, name) for name in names], 2))
@@ -547,6 +548,7 @@ def answers(row: Row) -> Iterator[Feedback]:
             completion=first,
             other_completion=second,
             choice=("tie", "left", "right")[number],
+            rater_id=rater,
         )
     remarks = values.get("feedback")
     corrected = remarks.get("corrected-prediction") if isinstance(remarks, dict) else None
@@ -556,6 +558,7 @@ def answers(row: Row) -> Iterator[Feedback]:
             prompt=prompt,
             completion=_needed_text(values, "prediction 1"),
             text=corrected,
+            rater_id=rater,
         )
 
 
@@ -843,7 +846,7 @@ FORMATS: tuple[Format, ...] = (
         "answers",
         lambda row: {"question", "prediction 1", "preference"} <= row.keys(),
         answers,
-        told=frozenset({"preference", *BESIDE} - {"comment"}),
+        told=frozenset({"preference", *WHO, *BESIDE} - {"comment"}),
     ),
     Format(
         "judgements",

@@ -356,6 +356,14 @@ PAIR = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
 THUMB = {"kind": "thumbs", "prompt": "Why?", "completion": "So.", "value": "up"}
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Hm."}]
 JUDGED = {"prompt": "Why?", "completion_a": "So.", "completion_b": "No.", "preference": "tie"}
+ANSWERS = {"question": "Why?", "prediction 1": "So.", "prediction 2": "No.", "preference": [1]}
+TREE = {
+    **{"message_id": "q", "parent_id": None, "role": "prompter", "text": "Why?"},
+    "replies": [
+        {"message_id": said, "role": "assistant", "text": said, "rank": rank, "replies": []}
+        for rank, said in enumerate(("So.", "No."))
+    ],
+}
 ANN = hash_rater("tea", "ann")
 
 
@@ -508,6 +516,18 @@ def test_a_rows_own_key_is_one_for_a_label_where_it_is_told(tmp_path: Path) -> N
     assert (keys[0][:4], keys[1]) == ("row:", "k-1")
 
 
+def test_who_judged_several_answers_is_stored_where_it_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "answers.json"
+    corrected = {"feedback": {"corrected-prediction": "So, then."}}
+    path.write_text(json.dumps([{**ANSWERS, **corrected, **NOTES, "by": "ann", "rater_id": "R"}]))
+    preference, correction = rows_of(path, Renaming({"rater": "by", "occurred_at": "at"}))
+    assert {preference.rater_id, correction.rater_id} == {ANN}
+    assert {preference.occurred_at, correction.occurred_at} == {
+        datetime(2026, 5, 1, 12, tzinfo=UTC)
+    }
+    assert {event.rater_id for event in rows_of(path, Renaming())} == {None}
+
+
 @pytest.mark.parametrize(
     ("row", "field", "format"),
     [
@@ -517,6 +537,9 @@ def test_a_rows_own_key_is_one_for_a_label_where_it_is_told(tmp_path: Path) -> N
         (JUDGED, "idempotency_key", "judgements"),
         (JUDGED, "messages", "judgements"),
         (THUMB, "evaluator", "events"),
+        (ANSWERS, "comment", "answers"),
+        (TREE, "rater", "oasst"),
+        (TREE, "occurred_at", "oasst"),
     ],
 )
 def test_a_field_that_is_told_and_that_the_format_has_not_is_refused(
@@ -528,10 +551,12 @@ def test_a_field_that_is_told_and_that_the_format_has_not_is_refused(
     for told in (Renaming({field: "theirs"}), Renaming(fixed={field: "x"})):
         with pytest.raises(SourceError, match=f"{needed}--map and --set"):
             rows_of(path, told)
-    recipe = Renaming({"rater": "who", field: "theirs"}, for_any_file=True)
+    known = {"source": "who"} if format == "oasst" else {"rater": "who"}
+    recipe = Renaming({**known, field: "theirs"}, for_any_file=True)
     with pytest.raises(SourceError, match=f"{needed}feedback.names in the recipe"):
         rows_of(path, recipe)
-    assert rows_of(path, replace(recipe, columns={"rater": "who", field: "not there"}))
+    if field != "rater":  # which no file may lack
+        assert rows_of(path, replace(recipe, columns={**known, field: "not there"}))
 
 
 def test_a_path_may_begin_with_a_name_that_holds_dots(tmp_path: Path) -> None:
