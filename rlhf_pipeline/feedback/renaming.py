@@ -10,7 +10,7 @@ that are no list, and beside a `value` that is told what else could be one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -96,6 +96,13 @@ class Renaming:
         """
         rater = self.columns.get("rater")
         return [name for name in lacking if not self.for_any_file or name == rater]
+
+    def lost(self, told: Collection[str]) -> list[str]:
+        """Return which of these told fields no file may have whose format has them not.
+
+        Told for any file, those alone of who voted: others say of each format what it has.
+        """
+        return sorted(name for name in told if not self.for_any_file or name in WHO)
 
     def header(self, names: Sequence[str]) -> list[str]:
         """Return a table's columns by our names."""

@@ -93,11 +93,11 @@ def read(
         if is_parquet:
             values = numbers_told(values)
         chosen = chosen or _detect({**dict.fromkeys(position.columns), **values}, origin)
-        if lost := told - chosen.fields - chosen.told:
+        if lost := renaming.lost(told - chosen.fields - chosen.told):
             told_by = _told_by(renaming, "--map and --set")
             raise SourceError(
                 f"needed fields that the format {chosen.name} has, as {origin} is read, found "
-                f"{', '.join(sorted(lost))} told, which would be lost; leave it out of {told_by}, "
+                f"{', '.join(lost)} told, which would be lost; leave it out of {told_by}, "
                 "or, where the file is of another format, name that (--format)"
             )
         if chosen.name == "oasst" and _is_flat(values):
