@@ -193,6 +193,11 @@ def _files(paths: Sequence[str | Path]) -> list[tuple[str | Path, bool]]:
             files += [(p, True) for p in found]
         elif Path(path).is_file():
             files.append((path, False))
+        elif Path(path).exists():
+            raise SourceError(
+                f"needed a file or folder at {path}, found a pipe or device, which can be read but "
+                "once; write it to a file"
+            )
         else:
             raise SourceError(f"needed a file or folder at {path}, found none; check the path")
     return files

@@ -243,6 +243,9 @@ def test_a_named_file_that_cannot_be_read_is_an_error(store: FeedbackStore, tmp_
     good = write(tmp_path / "a.jsonl", THUMBS)
     with pytest.raises(SourceError, match="check the path"):
         ingest(store, [good, tmp_path / "missing.jsonl"], "tea")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(SourceError, match="found a pipe or device"):
+        ingest(store, [good, tmp_path / "pipe.jsonl"], "tea")
     assert store.counts("tea") == {}
     other = write(tmp_path / "u.jsonl", {"apples": 3})
     with pytest.raises(SourceError, match=r"known format.*name the format$"):
