@@ -241,7 +241,11 @@ MUTANTS = (
     ),
     mutant(
         "values that begin near 0, wherever the scores lie",
-        ("ppo/updating.py", "            level=now.update == 0,\n", ""),
+        ("ppo/measuring.py", "        learner.raise_values(gap)\n", ""),
+    ),
+    mutant(
+        "one level of returns for every turn",
+        ("ppo/measuring.py", "values=values + level,", "values=values,"),
     ),
     mutant(
         "bootstrapping past the end",

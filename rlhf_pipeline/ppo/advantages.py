@@ -137,6 +137,17 @@ def masked_mean(x: Tensor, completion_mask: Tensor) -> Tensor:
     return counted(x, completion_mask).sum() / completion_mask.sum().clamp(min=1)
 
 
+def mean_of_alike(x: Tensor, completion_mask: Tensor, alike: Tensor) -> Tensor:
+    """Return for each row (B, 1) the mean of x over the counted positions of all rows like it.
+
+    x and completion_mask are (B, T); rows with the same number in alike (B,) are like each other.
+    """
+    same = alike[:, None] == alike
+    sums, counts = counted(x, completion_mask).sum(1), completion_mask.sum(1)
+    total, number = (counted(of.expand_as(same), same).sum(1) for of in (sums, counts))
+    return (total / number.clamp(min=1))[:, None]
+
+
 def counted(x: Tensor, completion_mask: Tensor) -> Tensor:
     """Return x where the mask is True and 0 elsewhere, also where x is NaN there."""
     return torch.where(completion_mask, x, torch.zeros((), dtype=x.dtype, device=x.device))

@@ -132,8 +132,8 @@ class Learner:
         """Add a number to all of the critic's values from now on.
 
         A fresh head's values lie near 0, and value_clip_range lets them move little in an update.
-        Where scores lie elsewhere, the value loss would rule the gradient until they are there, and
-        drag a shared trunk along.
+        Where scores lie elsewhere, or move there as a reward's weights change, the value loss would
+        rule the gradient until they are there, and drag a shared trunk along.
         """
         if self.critic is not None:
             with torch.no_grad():

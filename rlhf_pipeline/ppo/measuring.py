@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.ppo.advantages import (
+    counted,
     estimate_turn_advantages,
     explained_variance,
     leave_one_out_advantages,
     masked_mean,
+    mean_of_alike,
     scale_to_unit_variance,
     whiten,
 )
@@ -114,7 +116,6 @@ def make_rollouts(
     episodes: Episodes | None = None,
     replay: Replay | None = None,
     pieces: Tensor | None = None,
-    level: bool = False,
 ) -> tuple[Rollouts, dict[str, float]]:
     """Return rollouts with rewards and advantages, and the facts of the rollout phase.
 
@@ -122,14 +123,16 @@ def make_rollouts(
     with importance_cap. Those of earlier updates in `replay`, which takes the fresh ones in, are
     held against the policy and the critic as they are now. Facts are of the fresh ones alone.
     `pieces` (B, K), NaN where unknown, are what the learner's criteria heads learn to foretell.
-    `level` is for the first update: it moves the critic so that its values begin at the mean of
-    the undecayed returns, over the tokens, wherever the scores lie.
+    The critic's values are moved to the mean of the undecayed returns, over the fresh tokens,
+    wherever the scores lie. Where several turns or replayed rollouts make returns of several
+    levels, each of these is in the advantages alone, and what the critic learns is without it.
     """
     settings = learner.settings
     replay = replay or Replay(0)
     fresh = collect(learner, sampled, scores, episodes)
     batch, ages = replay.beside(fresh)
     replay.keep(fresh)
+    n = len(fresh)
     tokens, mask, reference_logprobs = (
         batch.tokens,
         batch.tokens.completion_mask,
@@ -163,22 +166,23 @@ def make_rollouts(
             gamma=settings.gamma,
             turn_gamma=settings.turn_gamma,
         )
-        if level:
-            above, _ = estimate(values=values, gae_lambda=1.0, turn_gae_lambda=1.0)
-            gap = masked_mean(above, mask)
-            learner.raise_values(gap)
-            values = values + gap
+        above, _ = estimate(values=values, gae_lambda=1.0, turn_gae_lambda=1.0)
+        gap = masked_mean(above[:n], mask[:n])
+        learner.raise_values(gap)
+        values = counted(values + gap, mask)
+        alike = ages * (1 + batch.turn.max()) + batch.turn
+        level = mean_of_alike(above - gap, mask, alike)
         advantages, returns = estimate(
-            values=values,
+            values=values + level,
             gae_lambda=settings.gae_lambda,
             turn_gae_lambda=settings.turn_gae_lambda,
         )
+        returns = counted(returns - level, mask)
     else:
         advantages = leave_one_out_advantages(
             rewards, mask, completions_per_prompt=settings.completions_per_prompt
         )
         returns = torch.zeros_like(rewards)
-    n = len(fresh)
     facts |= advantage_facts(advantages[:n], mask[:n])
     if settings.whiten_advantages:
         advantages = whiten(advantages, mask)

@@ -143,8 +143,7 @@ def update(training: Training) -> dict[str, float]:
     1. Sample completions, or whole conversations, and score them; a reward that changes has this
        update's weights, and learns its scales from the scores.
     2. Measure reference log-probabilities and values; make rewards and advantages; where the
-       reward has pieces, the critic's criteria heads learn to foretell them. The first update
-       moves the critic's values to where the returns lie.
+       reward has pieces, the critic's criteria heads learn to foretell them.
     3. Take epochs x minibatches optimizer steps; on the first, the ratio must be 1.
     4. Move the KL coefficient, count what was done.
 
@@ -184,7 +183,6 @@ def update(training: Training) -> dict[str, float]:
             episodes=episodes,
             replay=training.replay,
             pieces=pieces,
-            level=now.update == 0,
         )
     facts |= measured
     give_back_freed()

@@ -166,9 +166,8 @@ def test_a_critic_of_adapters_starts_as_the_reward_model_and_learns_apart_from_t
     wide: Path, proxy: Path
 ) -> None:
     learner = build_learner(wide, wide, proxy, changed(lora_rank=2, critic="separate"))
-    rollouts = rollouts_of(learner)
     reward = load_reward_model(proxy)
-    row = rollouts.tokens.rows(torch.tensor([0]))
+    row = rollouts_of(learner_at(wide)).tokens.rows(torch.tensor([0]))
     ids = torch.cat([row.prompt_ids, row.completion_ids[:, :-1]], 1)
     with torch.no_grad(), reward.model.read():
         hidden = reward.model.trunk(input_ids=ids).last_hidden_state
@@ -176,6 +175,7 @@ def test_a_critic_of_adapters_starts_as_the_reward_model_and_learns_apart_from_t
     values = learner.values(row)[0].detach()
     assert torch.allclose(values, expected - reward.calibration.offset, atol=1e-4)
 
+    rollouts = rollouts_of(learner)
     before = {n: w.detach().clone() for n, w in learner.trainable().items()}
     facts = accumulate_gradients(learner, rollouts, torch.arange(len(rollouts)))
     assert facts["ratio"] == pytest.approx(1, abs=1e-5)

@@ -211,7 +211,7 @@ def test_a_critic_that_starts_from_the_reward_model_values_as_it_scores(
 ) -> None:
     directory = save_reward(base, tmp_path / "reward", offset=0.75)
     learner = learner_at(base, changed(critic="separate"), value_init=directory)
-    tokens = rollouts_of(learner).tokens
+    tokens = rollouts_of(learner_at(base)).tokens
     reward = load_reward_model(directory, device="cpu")
     for i in range(3):
         one = tokens.rows(torch.tensor([i]))

@@ -32,6 +32,8 @@ from rlhf_pipeline.ppo.rollout import Rollouts, sample_completions
 from rlhf_pipeline.ppo.state import Progressed
 from rlhf_pipeline.ppo.watching import choose_update, reason_to_stop, updates_by_preference
 from rlhf_pipeline.records import Prompt, RewardInput, ScoreMoments, user_prompt
+from rlhf_pipeline.reward.composite import CompositeReward, Term
+from rlhf_pipeline.reward.settings import Stepped
 from tests.ppo.test_advantages import slow_advantages
 from tests.ppo.test_learner import wider
 from tests.ppo.world import (
@@ -281,8 +283,9 @@ def test_gradients_are_really_clipped(base: Path) -> None:
 
 def test_a_gradient_clipped_to_almost_nothing_moves_almost_nothing(base: Path) -> None:
     learner = moved_learner(base, max_grad_norm=1e-9)
+    rollouts = rollouts_of(learner)
     before = {n: w.detach().clone() for n, w in learner.trainable().items()}
-    train_on(learner, rollouts_of(learner), torch.Generator().manual_seed(0))
+    train_on(learner, rollouts, torch.Generator().manual_seed(0))
     for name, weight in learner.trainable().items():
         assert torch.allclose(weight, before[name], atol=1e-5, rtol=0)
 
@@ -372,39 +375,78 @@ def test_a_short_run_keeps_its_promises(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
-def test_a_critic_begins_at_the_mean_of_the_returns(base: Path, critic: str) -> None:
+def test_a_critic_stays_at_the_mean_of_the_returns(base: Path, critic: str) -> None:
     learner = moved_learner(base, critic=critic, gamma=0.9, whiten_advantages=False)
     encoded = encode_checked(learner.policy, PROMPTS, learner.settings, "prompts")
     sampled = sample_for(learner, encoded, torch.Generator().manual_seed(0))
-    scores = [100.0 + n for n in range(len(PROMPTS))]
-    usual, _ = make_rollouts(learner, sampled, scores, 0.5)
-    levelled, _ = make_rollouts(learner, sampled, scores, 0.5, level=True)
-    mask = levelled.tokens.completion_mask
-    expected = slow_advantages(levelled.rewards, torch.zeros_like(levelled.values), mask, 0.9, 1.0)
-    assert float(levelled.values[mask].mean()) == pytest.approx(float(expected[mask].mean()))
-    assert abs(float(usual.values[mask].mean())) < 2
-    moved = levelled.values - usual.values
-    assert torch.allclose(moved[mask], moved[mask][:1], atol=1e-4)  # all of them alike
-    with torch.no_grad():  # and from now on
-        assert torch.allclose(learner.values(sampled.tokens)[mask], levelled.values[mask])
+    mask = sampled.tokens.completion_mask
+    for level in (100.0, -30.0):  # as in the update in which a reward's weights change
+        with torch.no_grad():
+            before = learner.values(sampled.tokens)
+        scores = [level + n for n in range(len(PROMPTS))]
+        rollouts, _ = make_rollouts(learner, sampled, scores, 0.5)
+        nothing = torch.zeros_like(rollouts.values)
+        expected = slow_advantages(rollouts.rewards, nothing, mask, 0.9, 1.0)
+        assert float(rollouts.values[mask].mean()) == pytest.approx(float(expected[mask].mean()))
+        moved = rollouts.values - before
+        assert float(moved[mask].abs().mean()) > 10
+        assert torch.allclose(moved[mask], moved[mask][:1], atol=1e-4)  # all of them alike
+        with torch.no_grad():  # and from now on
+            assert torch.allclose(learner.values(sampled.tokens)[mask], rollouts.values[mask])
 
 
+@pytest.mark.parametrize("turns", [1, 3])
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 def test_a_number_added_to_every_score_changes_nothing(
-    base: Path, tmp_path: Path, critic: str
+    base: Path, tmp_path: Path, critic: str, turns: int
 ) -> None:
-    """Rewards of 0 to 10 train as well as those around 0: a shared trunk is not dragged along."""
+    """Rewards of 0 to 10 train as well as those around 0: a shared trunk is not dragged along.
+
+    In conversations, where what is still to come is less with every turn, too.
+    """
 
     def higher(items: Sequence[RewardInput]) -> list[float]:
         return [10.0 + score for score in lower_share(items)]
 
-    settings = changed(critic=critic, missing_eos_score=None, updates=3)
-    plain = train(base, tmp_path / "plain", settings)
-    raised = train(base, tmp_path / "raised", settings, reward=higher)
+    settings = changed(
+        critic=critic,
+        missing_eos_score=None,
+        updates=3,
+        max_turns=turns,
+        long_prompts="keep_latest",  # else one that grows too long ends, and longer is better
+    )
+    talks: dict[str, Any] = {"user": says_why} if turns > 1 else {}
+    plain = train(base, tmp_path / "plain", settings, **talks)
+    raised = train(base, tmp_path / "raised", settings, reward=higher, **talks)
     lower = [score - 10.0 for score in raised.reward_history]
     assert lower == pytest.approx(plain.reward_history, abs=1e-4)
     assert raised.kl_history == pytest.approx(plain.kl_history, abs=1e-3)
     assert raised.loss_history == pytest.approx(plain.loss_history, abs=1e-3)
+
+
+@pytest.mark.parametrize("replay_updates", [0, 2])
+def test_a_reward_that_says_one_number_changes_nothing_when_it_steps_in(
+    base: Path, tmp_path: Path, replay_updates: int
+) -> None:
+    """Nor beside replayed rollouts, whose scores are without it."""
+
+    def always(items: Sequence[RewardInput]) -> list[float]:
+        return [7.0 for _ in items]
+
+    term = Term(lower_share)
+    plain = CompositeReward({"lower": term, "always": Term(always, 1e-9)})
+    stepped = CompositeReward({"lower": term, "always": Term(always, Stepped({0: 0.0, 2: 1.0}))})
+    settings = changed(
+        critic="shared", missing_eos_score=None, updates=4, replay_updates=replay_updates
+    )
+    usual, risen = (
+        train(base, tmp_path / name, settings, reward=reward)
+        for name, reward in (("usual", plain), ("risen", stepped))
+    )
+    scores = [a - b for a, b in zip(risen.reward_history, usual.reward_history, strict=True)]
+    assert scores == pytest.approx([0, 0, 7, 7], abs=1e-4)
+    assert risen.kl_history == pytest.approx(usual.kl_history, abs=1e-3)
+    assert risen.loss_history == pytest.approx(usual.loss_history, abs=1e-3)
 
 
 def test_the_short_trajectory_is_the_pinned_one(base: Path, tmp_path: Path) -> None:
@@ -415,9 +457,9 @@ def test_the_short_trajectory_is_the_pinned_one(base: Path, tmp_path: Path) -> N
     assert result.loss_history == pytest.approx(PINNED_LOSS, abs=2e-3)
 
 
-PINNED_SCORES = [0.26782, 0.16543, 0.03968]
-PINNED_KL = [0.0, 1.1292, 1.21806]
-PINNED_LOSS = [-0.01028, -0.03311, -0.00663]
+PINNED_SCORES = [0.26782, 0.16543, 0.07275]
+PINNED_KL = [0.0, 1.1292, 2.35382]
+PINNED_LOSS = [-0.01028, -0.03279, -0.01261]
 
 
 def test_a_finished_run_answers_again_without_training(base: Path, tmp_path: Path) -> None:
