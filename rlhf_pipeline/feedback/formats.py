@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from datetime import MAXYEAR, MINYEAR, UTC, date, datetime, time, tzinfo
 from itertools import combinations
@@ -131,21 +131,13 @@ IN_PYTHON = re.compile(
 class Row:
     """One row and where it came from."""
 
+    values: Values  # what is read of it
     whole: Values
     agent_id: str
     origin: str
     source: Source  # whose judgement the file holds, where the row does not say
     zone: tzinfo | None = None  # of a moment that has none
-    told: frozenset[str] = frozenset()  # the fields that somebody said the file has
-
-    @property
-    def values(self) -> Values:
-        """What is read of the row: nothing in whose place another field is told."""
-        instead = {name for names in INSTEAD if self.told.intersection(names) for name in names}
-        unread = instead - self.told
-        if not unread:
-            return self.whole
-        return {name: value for name, value in self.whole.items() if name not in unread}
+    told: Set[str] = frozenset()  # the fields that somebody said the file has, or its format has
 
     @property
     def key(self) -> str:
@@ -181,6 +173,14 @@ class Format:
     fields: frozenset[str] = frozenset()  # that it reads, where its rows may name their rater
     told: frozenset[str] = frozenset(BESIDE)  # that it reads where they are told
 
+    def row(self, values: Values, told: Set[str], **where: Any) -> Row:
+        """Return a row of it: nothing is read in whose place another field of it is told."""
+        told = (told & (self.fields | self.told)) | (self.fields & frozenset(BESIDE))
+        instead = {name for names in INSTEAD if not told.isdisjoint(names) for name in names}
+        unread = instead - told
+        read = {n: v for n, v in values.items() if n not in unread} if unread else values
+        return Row(read, values, told=told, **where)
+
 
 # -- our own events -----------------------------------------------------------------------------
 
@@ -207,7 +207,14 @@ def events(row: Row) -> Iterator[Feedback]:
     fields["rater_id"] = _rater(row)
     if (key := _text(values, "idempotency_key")) is not None:
         fields["idempotency_key"] = key
-    yield replace(row, told=row.told.union(BESIDE)).event(kind, **fields)
+    yield row.event(kind, **fields)
+
+
+def event_of(values: Values, agent_id: str, origin: str) -> Feedback:
+    """Return the event of an `events` row that came by itself, a person's where it says nothing."""
+    row = EVENTS.row(values, frozenset(), agent_id=agent_id, origin=origin, source="human")
+    [event] = events(row)
+    return event
 
 
 def to_row(event: Feedback) -> dict[str, Any]:
@@ -284,7 +291,7 @@ def _value(values: Values, kind: FeedbackKind) -> Any:
 
 def _beside(row: Row) -> dict[str, Any]:
     """Return what a row says of BESIDE, of what is told."""
-    values = {name: row.values.get(name) for name in row.told.intersection(BESIDE)}
+    values = {name: row.values.get(name) for name in BESIDE if name in row.told}
     source = values.get("source")
     if isinstance(source, str) and source not in SOURCES:
         needed = f"a source out of {', '.join(SOURCES)}"
@@ -411,7 +418,8 @@ def _preference(
 
 
 def _own_key(row: Row) -> str:
-    key = row.values.get("idempotency_key")
+    told = "idempotency_key" in row.told
+    key = _text(row.values, "idempotency_key") if told else row.values.get("idempotency_key")
     return key if isinstance(key, str) and key.strip() else row.key
 
 
@@ -532,7 +540,7 @@ def answers(row: Row) -> Iterator[Feedback]:
     part of the prompt.
     """
     values = row.values
-    rater = _rater(row) if row.told.intersection(WHO) else None
+    rater = None if row.told.isdisjoint(WHO) else _rater(row)
     prompt = (Message("user", _needed_text(values, "question")),)
     names = [name for name in (f"prediction {i}" for i in range(1, 10)) if name in values]
     pairs_of = list(combinations([_needed_text(values, name) for name in names], 2))
@@ -622,9 +630,11 @@ def quality(row: Row) -> Iterator[Feedback]:
     """Yield the score or thumbs a `quality` row holds."""
     values = row.values
     told = [name for name in ANSWERED if name in row.told]
-    answered = next((name for name in told or ANSWERED if values.get(name) is not None), "text")
+    usual = "text" if values.get("prompt") is None else "completion"
+    there = (name for name in told or ANSWERED if values.get(name) is not None)
+    answered = next(there, (told or [usual])[0])
     if answered == "messages":
-        prompt, completion = _last_answer(messages_of(values["messages"], "messages"))
+        prompt, completion = _last_answer(messages_of(values.get("messages"), "messages"))
     elif answered == "completion":
         prompt, completion = _side(values, "completion", _prompt(values))
     else:
@@ -823,8 +833,10 @@ OASST = Format(
     told=frozenset({"prompt", "text", "source"}),  # its rankings and reactions are many people's
 )
 
+EVENTS = Format("events", lambda row: "kind" in row, events, frozenset(EVENT_FIELDS | STORE_FIELDS))
+
 FORMATS: tuple[Format, ...] = (
-    Format("events", lambda row: "kind" in row, events, frozenset(EVENT_FIELDS | STORE_FIELDS)),
+    EVENTS,
     Format(
         "hh_rlhf",
         lambda row: (

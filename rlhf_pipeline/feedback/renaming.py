@@ -9,6 +9,7 @@ that are no list, and beside a `value` that is told what else could be one.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,13 +120,20 @@ class Renaming:
             if not any(_found(row, column) for row in rows)
         ]
 
-    def naming(self, text: str) -> str:
-        """Return what a line that is no JSON, or breaks off, says in NAMING, by our names."""
+    def naming(self, text: str, *, is_cells: bool) -> str:
+        """Return what a line says in NAMING, by our names, that it does not say by them.
+
+        That of an object is no JSON, or breaks off; of cells, `header` has given most their names.
+        """
         found: dict[str, None] = {}
         for name in NAMING:
-            if column := self.columns.get(name):
-                last = re.escape(column.rpartition(".")[2])
-                value = rf'"{last}"\s*:\s*("(?:[^"\\]|\\.)*"|-?[0-9]+)'
+            if name in self.fixed:
+                found[f'"{name}": {json.dumps(self.fixed[name], ensure_ascii=False)}'] = None
+            elif column := self.columns.get(name):
+                last = self._first[column] if is_cells else column.rpartition(".")[2]
+                if is_cells and last == name:
+                    continue
+                value = rf'"{re.escape(last)}"\s*:\s*("(?:[^"\\]|\\.)*"|-?[0-9]+)'
                 found |= {f'"{name}": {said}': None for said in re.findall(value, text)}
         return ", ".join(found)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import tzinfo
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.errors import FeedbackRefused, SourceError
 from rlhf_pipeline.feedback import formats
 from rlhf_pipeline.feedback.flat import Named, csv_rows, numbers_told, sheet_rows
-from rlhf_pipeline.feedback.formats import FORMATS, Format, Row, Values
+from rlhf_pipeline.feedback.formats import FORMATS, Format, Values
 from rlhf_pipeline.feedback.lines import LONGEST_ROW, SHOWN, Position, RawRow, parse, raw_rows
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
@@ -226,13 +226,20 @@ def _renamed(
     for line, raw, values in chain(some, rows):
         if isinstance(values, FeedbackRefused):
             # First, as what is cut out of a line that is too long to keep is its middle.
-            naming = "" if is_cells else renaming.naming(raw)
-            yield line, f"{naming} … {raw}" if naming else raw, values
+            yield line, _named_as_ours(raw, renaming, is_cells=is_cells), values
         elif is_ours:
             yield line, raw, values
         else:
             ours = renaming.row(values, is_cells=is_cells)
-            yield line, raw if is_cells else formats.canonical({**values, **ours}), ours
+            if is_cells:
+                yield line, _named_as_ours(raw, renaming, is_cells=True), ours
+            else:
+                yield line, formats.canonical({**values, **ours}), ours
+
+
+def _named_as_ours(raw: str, renaming: Renaming, *, is_cells: bool) -> str:
+    naming = renaming.naming(raw, is_cells=is_cells)
+    return f"{naming} … {raw}" if naming else raw
 
 
 def _file_rows(path: Path, position: Position, longest_row: int, named: Named) -> Iterator[_Parsed]:
@@ -399,14 +406,15 @@ def _events(
     origin: str,
     source: Source,
     zone: tzinfo | None,
-    told: Collection[str],
+    told: Set[str],
 ) -> Iterator[Feedback | QuarantinedRow]:
     line, raw, values = parsed
     if isinstance(values, FeedbackRefused):
         yield _aside(agent_id, origin, line, values, raw)
         return
     count = 0
-    row = Row(values, agent_id, origin[-400:], source, zone, frozenset(told))
+    where = {"agent_id": agent_id, "origin": origin[-400:], "source": source, "zone": zone}
+    row = chosen.row(values, told, **where)
     try:
         for event in chosen.events(row):
             count += 1

@@ -362,7 +362,7 @@ class _Theirs:
         if self.renaming and isinstance(values, dict):
             told.append(json.dumps(self.renaming.row(values, is_cells=False), ensure_ascii=False))
         elif self.renaming:
-            told.append(self.renaming.naming(text))
+            told.append(self.renaming.naming(text, is_cells=False))
         if self.by_any_value and any(map(self._names, _strings_in(values))):
             return True
         return any(

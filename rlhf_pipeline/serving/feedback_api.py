@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, TooManyVotes
-from rlhf_pipeline.feedback.formats import Row, events
+from rlhf_pipeline.feedback.formats import event_of
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import LONGEST_KEY, Rule, check_event, refuse
 from rlhf_pipeline.feedback.store import Stored, VoteTicket, interaction_ids
@@ -266,7 +266,7 @@ def _event(values: Any, key: str | None) -> Feedback:
     if values.get("idempotency_key") is None:  # a row's own key is the vote's, whatever carries it
         # Two unsigned people may say the very same: without a key each request is a vote.
         values = {**values, "idempotency_key": f"sent:{uuid7()}" if key is None else key}
-    [event] = events(Row(values, agent_id, "api", "human"))
+    event = event_of(values, agent_id, "api")
     check_event(event)
     return event
 

@@ -16,6 +16,7 @@ from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback import export, formats
 from rlhf_pipeline.feedback.ingest import ingest
+from rlhf_pipeline.feedback.raters import Person, is_signed_by
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.sources import read
 from rlhf_pipeline.feedback.store import FeedbackStore
@@ -400,6 +401,65 @@ def test_a_column_that_a_file_lacks_takes_no_others_place(tmp_path: Path) -> Non
     assert (event.prompt, event.rater_id) == (user_prompt("Why?"), ANN)
 
 
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        (ANSWERS, {"prompt": "theirs"}),
+        (JUDGED, {"messages": "theirs"}),
+        (TREE, {"messages": "theirs", "occurred_at": "when"}),
+    ],
+)
+def test_a_recipes_name_for_another_format_takes_no_fields_place(
+    tmp_path: Path, row: dict[str, Any], columns: dict[str, str]
+) -> None:
+    path = tmp_path / "votes.jsonl"
+    path.write_text(json.dumps({**row, "theirs": "x", "when": "yesterday"}))
+    untold = rows_of(path, Renaming())
+    assert plain(rows_of(path, Renaming(columns, for_any_file=True))) == plain(untold)
+
+
+@pytest.mark.parametrize("answer", [{"answer": None}, {}])
+def test_no_other_answer_is_voted_on_where_the_one_that_is_told_lacks(
+    tmp_path: Path, answer: dict[str, None]
+) -> None:
+    path = tmp_path / "votes.jsonl"
+    other = {"text": "\n\nHuman: Why?\n\nAssistant: So.", "label": True}
+    whole = {**other, "answer": "Yes."}
+    path.write_text(f"{json.dumps({**other, **answer, 'prompt': 'Why?'})}\n{json.dumps(whole)}")
+    aside, _ = rows_of(path, Renaming({"completion": "answer"}))
+    assert isinstance(aside, QuarantinedRow)
+    assert "completion" in aside.detail
+
+
+def test_a_key_that_is_told_is_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "votes.jsonl"
+    for row in (LABELLED, PAIR):
+        path.write_text(json.dumps({**row, "id": 17}))
+        [aside] = rows_of(path, Renaming({"idempotency_key": "id"}))
+        assert (aside.rule, "idempotency_key as text" in aside.detail) == ("wrong_type", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("v.csv", "prompt,completion,label\nq,a,maybe\n", Renaming(fixed={"rater": "ann"})),
+        ("v.jsonl", '{"prompt": "q", "completion', Renaming(fixed={"rater": "ann"})),
+        (
+            "v.csv",
+            "prompt,completion,label,Who\nq,a,maybe,ann\n",
+            Renaming({"topic": "Who", "rater": "Who"}),
+        ),
+    ],
+)
+def test_what_is_set_aside_carries_a_name_that_is_told(
+    tmp_path: Path, name: str, text: str, told: Renaming
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    [aside] = rows_of(path, told, "quality")
+    assert is_signed_by(aside.raw, Person("tea", ANN))
+
+
 @pytest.mark.parametrize("row", [PAIR, THUMB])
 def test_a_row_whose_told_rater_stood_before_others_is_known_as_before(
     tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -502,6 +562,11 @@ def test_a_row_of_which_more_is_read_now_is_the_row_that_was_there_before(
     [row] = export.events(store.database, "tea")
     out.write_text(json.dumps({**row, "comment": "late"}))
     assert ingest(store, out, "tea").quarantined == {"idempotency_conflict": 1}
+    # And whose judgement it is has been said.
+    path.write_text(json.dumps({**PAIR, "source": "model"}))
+    assert ingest(store, path, "tea").stored == 1
+    judged = ingest(store, path, "tea", renaming=Renaming({"source": "source"}))
+    assert "rlhf feedback withdraw --file" in judged.examples["idempotency_conflict"]
     store.database.close()
 
 

@@ -37,7 +37,7 @@ from rlhf_pipeline.errors import (
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.export import events as events_of
-from rlhf_pipeline.feedback.formats import Row, events
+from rlhf_pipeline.feedback.formats import event_of
 from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore, Opinion, Stored, target_of
 from rlhf_pipeline.fence import writing_while
 from rlhf_pipeline.overview import overview
@@ -187,7 +187,7 @@ def test_no_moment_is_taken_that_postgresql_gives_back_as_none(postgres_url: str
     ):
         row = {**said, "completion": "So.", "occurred_at": told, "idempotency_key": told[:4]}
         with suppress(FeedbackRefused):
-            taken += events(Row(row, "tea", "api", "human"))
+            taken.append(event_of(row, "tea", "api"))
     first = store.append(taken)
     assert [one.feedback_id for one in store.append(taken)] == [one.feedback_id for one in first]
     assert [event.idempotency_key for event in taken] == ["0002", "9998"]
@@ -487,7 +487,7 @@ def test_rows_of_a_vote_taken_back_count_when_they_come_in_again(store: Feedback
     assert snapshot.fingerprint(store.database, "tea", then) == before
     history = list(events_of(store.database, "tea", history=True))
     assert sum(row["idempotency_key"].startswith(db.RETIRED) for row in history) == 4
-    read = [event for row in history for event in events(Row(row, "tea", "out.jsonl", "human"))]
+    read = [event_of(row, "tea", "out.jsonl") for row in history]
     assert all(one.known for one in store.append(read))  # what is history stays it
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from rlhf_pipeline.feedback.formats import Row, events, to_row
+from rlhf_pipeline.feedback.formats import event_of, to_row
 from rlhf_pipeline.feedback.rules import check_event
 from rlhf_pipeline.records import FeedbackKind, Interaction, Prompt, now, uuid7
 from rlhf_pipeline.simulation import visits
@@ -205,7 +205,7 @@ def test_votes_of_an_earlier_trial_stand_in_a_file_with_their_texts() -> None:
     lines = visits.earlier_trial("shop", answer, PEOPLE, votes=60, seed="0")
     kinds = Counter[str]()
     for line in lines:
-        [event] = events(Row(json.loads(line), "shop", "file", "human"))
+        event = event_of(json.loads(line), "shop", "file")
         check_event(event)
         assert event.prompt is not None
         assert (event.completion or "").startswith(event.prompt[-1].content)
