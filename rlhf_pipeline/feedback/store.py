@@ -618,12 +618,15 @@ def _insert_events(
             or _is_exported(event, body, before, stored)
             or _says_more_now(event, before)
         ):
-            outcomes.append(
-                IdempotencyConflict(
-                    f"key {event.idempotency_key!r} was used before for another body; "
-                    "send a new key for a new vote"
-                )
+            is_row = event.idempotency_key.startswith("row:")
+            remedy = (
+                "something else is told of it now: rlhf feedback withdraw --file takes back what "
+                "its file said, to be taken in again"
+                if is_row
+                else "send a new key for a new vote"
             )
+            used = f"key {event.idempotency_key!r} was used before for another body; {remedy}"
+            outcomes.append(IdempotencyConflict(used))
             continue
         if before is not None:
             outcomes.append(Stored(before.feedback_id, known=True))
@@ -691,13 +694,14 @@ def _is_exported(event: Feedback, body: str, known: _Known, stored: Mapping[str,
     """Say whether the event is what an export writes of what is stored under its key.
 
     A vote on an interaction comes with its texts instead; of `--pairs` a preference or a correction
-    comes as the two texts and who chose, and no more.
+    comes as the two texts and who chose, and no more: a file's votes are people's by default.
     """
     if (vote := stored.get(known.feedback_id)) is None:
         return False
     if _repeats(event, body, known._replace(body_sha256=body_sha256(vote))):
         return True
-    says_more = event.tags or event.comment or event.topic or event.occurred_at
+    is_anothers = event.source not in ("human", vote.source)
+    says_more = event.tags or event.comment or event.topic or event.occurred_at or is_anothers
     pair = None if says_more or event.rater_id != vote.rater_id else _pair_of(event)
     return pair is not None and pair == _pair_of(vote)
 
