@@ -120,6 +120,12 @@ class Renaming:
             if not any(_found(row, column) for row in rows)
         ]
 
+    @cached_property
+    def signed(self) -> str:
+        """Return what is said in NAMING, the same of every row."""
+        told = {name: self.fixed[name] for name in NAMING if name in self.fixed}
+        return json.dumps(told, ensure_ascii=False)[1:-1]
+
     def naming(self, text: str, *, is_cells: bool) -> str:
         """Return what a line says in NAMING, by our names, that it does not say by them.
 
@@ -127,9 +133,7 @@ class Renaming:
         """
         found: dict[str, None] = {}
         for name in NAMING:
-            if name in self.fixed:
-                found[f'"{name}": {json.dumps(self.fixed[name], ensure_ascii=False)}'] = None
-            elif column := self.columns.get(name):
+            if column := self.columns.get(name):
                 last = self._first[column] if is_cells else column.rpartition(".")[2]
                 if is_cells and last == name:
                     continue

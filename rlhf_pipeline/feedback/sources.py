@@ -225,21 +225,23 @@ def _renamed(
     # What is kept of a row that is set aside names its rater as we do: an erasure looks there.
     for line, raw, values in chain(some, rows):
         if isinstance(values, FeedbackRefused):
-            # First, as what is cut out of a line that is too long to keep is its middle.
-            yield line, _named_as_ours(raw, renaming, is_cells=is_cells), values
+            naming = "" if is_cells and is_ours else renaming.naming(raw, is_cells=is_cells)
+            yield line, _signed(raw, naming, "" if is_ours else renaming.signed), values
         elif is_ours:
             yield line, raw, values
         else:
             ours = renaming.row(values, is_cells=is_cells)
             if is_cells:
-                yield line, _named_as_ours(raw, renaming, is_cells=True), ours
+                naming = renaming.naming(raw, is_cells=True)
+                yield line, _signed(raw, naming, renaming.signed), ours
             else:
                 yield line, formats.canonical({**values, **ours}), ours
 
 
-def _named_as_ours(raw: str, renaming: Renaming, *, is_cells: bool) -> str:
-    naming = renaming.naming(raw, is_cells=is_cells)
-    return f"{naming} … {raw}" if naming else raw
+def _signed(raw: str, *namings: str) -> str:
+    """Return a line to keep, names first: what is cut out of one that is too long is its middle."""
+    said = ", ".join(filter(None, namings))
+    return f"{said} … {raw}" if said else raw
 
 
 def _file_rows(path: Path, position: Position, longest_row: int, named: Named) -> Iterator[_Parsed]:

@@ -460,6 +460,25 @@ def test_what_is_set_aside_carries_a_name_that_is_told(
     assert is_signed_by(aside.raw, Person("tea", ANN))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("v.jsonl", json.dumps(THUMB) + '\n{"kind": "thumbs', {"rater": "ann"}),
+        ("v.csv", "kind,prompt,completion,value,topic\nthumbs,q,a,up,ann,more\n", {}),
+    ],
+)
+def test_what_is_set_aside_of_a_file_with_our_names_carries_none_that_is_told_for_others(
+    tmp_path: Path, name: str, text: str, told: dict[str, str]
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    columns = {"topic": "Who"} if told else {"topic": "Who", "rater": "Who"}
+    renaming = replace(Renaming(columns, told), for_any_file=True)
+    *_, aside = rows_of(path, renaming, "events")
+    assert isinstance(aside, QuarantinedRow)
+    assert not is_signed_by(aside.raw or "", Person("tea", ANN))
+
+
 @pytest.mark.parametrize("row", [PAIR, THUMB])
 def test_a_row_whose_told_rater_stood_before_others_is_known_as_before(
     tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -618,14 +637,13 @@ def test_a_field_that_is_told_and_that_the_format_has_not_is_refused(
             rows_of(path, told)
     known = {"source": "who"} if format == "oasst" else {"rater": "who"}
     recipe = Renaming({**known, field: "theirs"}, for_any_file=True)
-    if (
-        field in formats.WHO
-    ):  # which no file may lack; of others a recipe says it for whatever has them
+    # Of others than who voted a recipe says it for whatever files have them.
+    if field in formats.WHO:
         with pytest.raises(SourceError, match=f"{needed}feedback.names in the recipe"):
             rows_of(path, recipe)
     else:
         assert rows_of(path, recipe)
-    if field != "rater":
+    if field != "rater":  # which no file may lack
         assert rows_of(path, replace(recipe, columns={**known, field: "not there"}))
 
 
