@@ -172,6 +172,7 @@ def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipel
             "read": summary.read,
             "stored": summary.stored,
             "already known": summary.known,
+            "erased before": summary.erased,
             "quarantined": dg.MetadataValue.json(dict(summary.quarantined)),
         }
     )

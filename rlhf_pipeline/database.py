@@ -345,6 +345,14 @@ erasures = sa.Table(
     sa.Index("ix_erasures_agent_person", "agent_id", "person"),
 )
 
+erased_keys = sa.Table(
+    "erased_keys",
+    metadata,
+    sa.Column("agent_id", sa.String(64), primary_key=True),
+    sa.Column("key", sa.String(64), primary_key=True),  # of a vote, hashed; or of a line set aside
+)
+"""What an erasure took, so that it stays away when its file is taken in, or it is sent, again."""
+
 
 class Database:
     """One database: `read()` and `write()` hand out connections in a transaction."""

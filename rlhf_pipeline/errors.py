@@ -6,6 +6,7 @@
     │   ├── FeedbackRefused    one event breaks a rule; carries the rule's name
     │   ├── TooManyVotes      one person votes faster than the settings allow
     │   ├── IdempotencyConflict  a known key arrived with another body
+    │   │   └── VoteErased     the key's vote was erased with who gave it
     │   ├── UnknownRater       nothing is held about the person who is named
     │   └── SourceError        a file or data set cannot be read at all
     ├── ClaimError             a training run may not go on
@@ -55,6 +56,10 @@ class FeedbackRefused(FeedbackError):
 
 class IdempotencyConflict(FeedbackError):
     """A known idempotency key arrived with another body."""
+
+
+class VoteErased(IdempotencyConflict):
+    """The key's vote was erased with who gave it: sent again it stays out."""
 
 
 class UnknownRater(FeedbackError):

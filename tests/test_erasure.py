@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import gzip
 import json
@@ -35,6 +36,7 @@ from rlhf_pipeline.errors import (
     HashMismatch,
     IdempotencyConflict,
     UnknownRater,
+    VoteErased,
 )
 from rlhf_pipeline.evaluation.facts import DRIFT_PAGE, SUPPORT
 from rlhf_pipeline.evaluation.metrics import Number
@@ -79,6 +81,7 @@ from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.registry.reproduce import newest_turn, recorded_turn
 from rlhf_pipeline.serving import chat_events
+from rlhf_pipeline.serving.feedback_api import WAS_ERASED, Inbox, take
 from rlhf_pipeline.topics import ERASED
 from tests.assets.world import FirstTurn, Loop
 from tests.leavings import kept, people_who_went
@@ -609,6 +612,39 @@ def test_asked_again_it_says_the_same_and_takes_out_what_came_since(copied: Worl
         "version 1 (v1) is of a snapshot with 0 rows of theirs, and began from version 0"
         in "\n".join(told(again))
     )
+
+
+def test_what_went_stays_away_when_its_file_is_taken_in_or_it_is_sent_again(
+    world: World, tmp_path: Path
+) -> None:
+    """As a night's export does that holds every vote there ever was."""
+    file, broken = tmp_path / "votes.jsonl", {"kind": "thumbs", "rater": "ann", "comment": SECRET}
+    said = {"kind": "thumbs", "prompt": "fig?", "completion": "A fig.", "value": 1.0}
+    rows = [{**said, "rater": "ann", "comment": SECRET}, {**said, "rater": "bob"}, broken]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    first = ingest(world.store, file, "tea")
+    assert (first.stored, first.erased, sum(first.quarantined.values())) == (2, 0, 1)
+    withdrawn = tmp_path / "withdrawn.jsonl"
+    withdrawn.write_text(json.dumps({**said, "rater": "ann", "completion": SECRET}) + "\n")
+    ingest(world.store, withdrawn, "tea")
+    assert world.store.withdraw("tea", world.store.keys_from("tea", withdrawn.name)) == 1
+    world.erase()
+    again = [ingest(world.store, path, "tea") for path in (file, file, withdrawn)]
+    assert [(one.stored, one.known, one.erased) for one in again] == [(0, 1, 1)] * 2 + [(0, 0, 1)]
+    assert SECRET not in "".join(world.everything().values())
+
+    fig = partial(vote, "first", FeedbackKind.thumbs, "ann", number=0.0)
+    fig = partial(fig, prompt=user_prompt("fig?"), completion="A fig.")
+    with pytest.raises(VoteErased, match="was erased with who gave it; send a new key"):
+        world.store.append([fig()])
+    body = {"agent_id": "tea", "kind": "thumbs", "value": 1, "interaction_id": "b-1"}
+    old, new = ({**body, "rater": "ann", "idempotency_key": f"ann:{k}"} for k in ("first", "new"))
+    sent = asyncio.run(take(Inbox(world.store), json.dumps({"events": [old, new]}).encode(), None))
+    status, told_of = sent
+    assert (status, told_of["results"][0]["error"]) == (200, WAS_ERASED)
+    assert "feedback_id" in told_of["results"][1]
+    alone = asyncio.run(take(Inbox(world.store), json.dumps(old).encode(), None))
+    assert alone == (409, {"error": WAS_ERASED})
 
 
 def test_a_vote_whose_words_went_with_its_answer_can_be_sent_again(copied: World) -> None:

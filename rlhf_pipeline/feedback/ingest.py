@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeGuard
 
-from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, SourceError
+from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, SourceError, VoteErased
 from rlhf_pipeline.feedback.formats import canonical, to_row
 from rlhf_pipeline.feedback.lines import LONGEST_ROW, Position
 from rlhf_pipeline.feedback.renaming import Renaming
@@ -28,11 +28,12 @@ from rlhf_pipeline.records import (
 
 @dataclass(frozen=True, slots=True)
 class IngestSummary:
-    """What became of everything that was read; `read` is stored + known + quarantined."""
+    """What became of what was read; `read` is stored + known + erased + quarantined."""
 
     read: int
     stored: int
     known: int  # the same row was there already
+    erased: int  # it was, and went in an erasure
     quarantined: Mapping[str, int]  # by rule
     seconds: float
     files: int
@@ -108,6 +109,7 @@ def ingest(
         read=totals["read"],
         stored=totals["stored"],
         known=totals["known"],
+        erased=totals["erased"],
         quarantined=dict(sorted(rules.items())),
         seconds=time.monotonic() - started,
         files=len(files) - len(unreadable),
@@ -126,10 +128,11 @@ def _so_far(totals: Counter[str]) -> str:
     """Return what became of the rows before a file that cannot be read, as a message's end."""
     if not totals["read"]:
         return ""
-    aside = totals["read"] - totals["stored"] - totals["known"]
+    known = totals["known"] + totals["erased"]
+    aside = totals["read"] - totals["stored"] - known
     return (
         f"; of {totals['read']:,} rows before that {totals['stored']:,} were stored, "
-        f"{totals['known']:,} were known and {aside:,} are in quarantine"
+        f"{known:,} were known and {aside:,} are in quarantine"
     )
 
 
@@ -160,6 +163,9 @@ def _take(
     lines = {id(row): line for line, row in rows}
 
     def set_aside(event: Feedback, error: FeedbackError) -> None:
+        if isinstance(error, VoteErased):
+            totals["erased"] += 1
+            return
         rule = error.rule if isinstance(error, FeedbackRefused) else Rule.idempotency_conflict
         raw = canonical(to_row(event))
         aside.append(

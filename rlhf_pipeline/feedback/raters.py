@@ -236,11 +236,11 @@ def remove(
         blank: dict[str, Any] = dict.fromkeys(WORDS)
         mentioned = _lines(connection, person, found.gone, found.interactions)[1]
         for some in db.chunks(sorted(vote.feedback_id for vote in found.votes)):
-            connection.execute(f.delete().where(f.c.feedback_id.in_(some)))
+            _remove_votes(connection, person, f.c.feedback_id.in_(some))
         for some in db.chunks(sorted(found.interactions)):
             these = sa.select(i.c.interaction_id).where(i.c.interaction_id.in_(some))
             about = _are_about(person.agent_id, these)
-            connection.execute(f.delete().where(f.c.voter == person.rater_id, about))
+            _remove_votes(connection, person, sa.and_(f.c.voter == person.rater_id, about))
             connection.execute(
                 f.update()
                 .where(f.c.erased_at.is_(None), about)
@@ -253,7 +253,10 @@ def remove(
             )
             connection.execute(i.delete().where(i.c.interaction_id.in_(some)))
         for some in db.chunks(sorted(found.quarantined)):
-            connection.execute(q.delete().where(q.c.quarantine_id.in_(some)))
+            lines = q.c.quarantine_id.in_(some)
+            ids = connection.execute(sa.select(q.c.quarantine_id).where(lines)).scalars().all()
+            connection.execute(q.delete().where(lines))
+            _keep_away(connection, person, ids)
         for some in db.chunks(sorted(mentioned)):
             connection.execute(
                 q.update().where(q.c.quarantine_id.in_(some)).values(raw=None, detail="")
@@ -269,6 +272,35 @@ def remove(
                 erased_at=now(),
             )
         )
+
+
+def _remove_votes(
+    connection: sa.Connection, person: Person, condition: sa.ColumnElement[bool]
+) -> None:
+    """Remove these votes of the person's agent; none comes back under its key."""
+    f = db.feedback
+    keys = sa.select(f.c.idempotency_key).where(condition)
+    marks = [erased_key(person.agent_id, key) for key in connection.execute(keys).scalars()]
+    connection.execute(f.delete().where(condition))
+    _keep_away(connection, person, marks)
+
+
+def _keep_away(connection: sa.Connection, person: Person, keys: Sequence[str]) -> None:
+    if keys:
+        rows = [{"agent_id": person.agent_id, "key": key} for key in keys]
+        connection.execute(db.erased_keys.insert(), rows)
+
+
+def erased_key(agent_id: str, key: str) -> str:
+    """Return what is kept of the key of a vote that was erased."""
+    return hashed("erased key", agent_id, key)
+
+
+def erased_among(connection: sa.Connection, agent_id: str, keys: Sequence[str]) -> set[str]:
+    """Return which of these an erasure took: what `erased_key` returned, or ids of quarantine."""
+    e = db.erased_keys.c
+    query = sa.select(e.key).where(e.agent_id == agent_id, e.key.in_(keys))
+    return set(connection.execute(query).scalars())
 
 
 def erasures_of(database: db.Database, people: Iterable[Person]) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """The feedback store: append-only events, each stored once, acknowledged only when synced.
 
 Protects against: a crash after the acknowledgement (the commit is synced before `append` returns),
-a sender's retry (idempotency key), a sender who reuses a key for something else (refused). A file's
-row whose vote was taken back is no retry: it is stored anew. Does not protect against a lost disk:
-that is what backups are for.
+a sender's retry (idempotency key), a sender who reuses a key for something else (refused), what an
+erasure took and somebody sends again (refused). A file's row whose vote was taken back is no retry:
+it is stored anew. Does not protect against a lost disk: that is what backups are for.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rlhf_pipeline import database as db
-from rlhf_pipeline.errors import ConfigError, FeedbackError, FeedbackRefused, IdempotencyConflict
-from rlhf_pipeline.feedback.raters import marks_of
+from rlhf_pipeline.errors import (
+    ConfigError,
+    FeedbackError,
+    FeedbackRefused,
+    IdempotencyConflict,
+    VoteErased,
+)
+from rlhf_pipeline.feedback.raters import erased_among, erased_key, marks_of
 from rlhf_pipeline.feedback.rules import Rule
 from rlhf_pipeline.feedback.together import GroupCommit, Ticket
 from rlhf_pipeline.fence import need_right_to_write
@@ -148,7 +154,8 @@ class FeedbackStore:
         Callers that arrive while a commit is under way share the next one (group commit). An event
         that repeats a known key with the same body is answered as known; one with another body, or
         one about an interaction nobody has seen, raises (IdempotencyConflict, FeedbackRefused)
-        after the others are stored; with `on_refused` it is handed over instead and left out.
+        after the others are stored, as does one whose key's vote was erased (VoteErased); with
+        `on_refused` it is handed over instead and left out.
         """
         ticket = VoteTicket(events)
         self.commit([ticket])
@@ -234,7 +241,7 @@ class FeedbackStore:
     def quarantine(self, rows: Sequence[QuarantinedRow]) -> int:
         """Set the rows aside and return how many were not there yet; their agents become known.
 
-        What is said of those that are there is what is said now.
+        What is said of those that are there is what is said now; what an erasure took stays away.
         """
         q, added = db.quarantine.c, 0
         with self.database.write(alone=True) as connection:  # two files may hold one bad line
@@ -243,6 +250,9 @@ class FeedbackStore:
                 _make_known(connection, agent_id, now())
             for some in db.chunks(rows):
                 by_id = {_quarantine_id(row): row for row in some}
+                for agent_id in {row.agent_id for row in some}:
+                    for erased in erased_among(connection, agent_id, list(by_id)):
+                        del by_id[erased]
                 said = sa.select(q.quarantine_id, q.detail).where(q.quarantine_id.in_(by_id))
                 known = dict(connection.execute(said).all())
                 fresh = [
@@ -600,6 +610,7 @@ def _insert_events(
 ) -> list[Stored | FeedbackError]:
     """Insert what is new and return an answer or a refusal for each event, in order."""
     known = _known_keys(connection, events)
+    erased = _erased_keys(connection, events, known)
     missing = _missing_interactions(connection, events)
     stored = _with_texts(connection, events, known)
     received = now()
@@ -630,6 +641,14 @@ def _insert_events(
             continue
         if before is not None:
             outcomes.append(Stored(before.feedback_id, known=True))
+            continue
+        if (event.agent_id, event.idempotency_key) in erased:
+            outcomes.append(
+                VoteErased(
+                    f"the vote under key {event.idempotency_key!r} was erased with who gave it; "
+                    "send a new key for a new vote"
+                )
+            )
             continue
         lost = missing & {(event.agent_id, i) for i in interaction_ids(event)}
         if lost:
@@ -802,6 +821,25 @@ def _known_keys(
                     before = before._replace(left=tuple(row[len(told) :]))
                 known[agent_id, key] = before
     return known
+
+
+def _erased_keys(
+    connection: sa.Connection,
+    events: Sequence[Feedback],
+    known: Mapping[tuple[str, str], _Known],
+) -> set[tuple[str, str]]:
+    """Return under which of the keys that are not known a vote was, until it was erased."""
+    marks: dict[str, dict[str, str]] = {}
+    for event in events:
+        agent_id, key = event.agent_id, event.idempotency_key
+        if (agent_id, key) not in known:
+            marks.setdefault(agent_id, {})[erased_key(agent_id, key)] = key
+    return {
+        (agent_id, by_mark[mark])
+        for agent_id, by_mark in marks.items()
+        for some in db.chunks(list(by_mark))
+        for mark in erased_among(connection, agent_id, some)
+    }
 
 
 def _is_withdrawn() -> sa.ColumnElement[bool]:

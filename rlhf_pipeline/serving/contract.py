@@ -28,7 +28,8 @@ WORDS: Mapping[int, str] = {
     403: "The right does not reach this.",
     404: "There is no such thing.",
     408: "The body did not come in time.",
-    409: "It contradicts what is there: a key used before for another body, or a run at work.",
+    409: "It contradicts what is there: a key used before for another body or for a "
+    "vote that was erased, or a run at work.",
     413: "The body is too long.",
     415: "The body is not application/json.",
     422: "The body, path or query breaks a rule; the answer names the field or the place.",

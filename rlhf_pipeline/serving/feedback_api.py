@@ -20,7 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, TooManyVotes
+from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, TooManyVotes, VoteErased
 from rlhf_pipeline.feedback.formats import event_of
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import LONGEST_KEY, Rule, check_event, refuse
@@ -45,6 +45,7 @@ READ_AT_ONCE = 16 << 10  # bytes; a longer body is read in a thread, the others 
 AGAIN_SECONDS = 0.2  # between two looks for an answer that is not stored yet
 FASTER_SECONDS = 3600.0  # that the clock of the machine whose answer it is may be ahead of this
 KEY_IS_USED = "this key was used before for another body; send a new key for a new vote"
+WAS_ERASED = "the vote under this key was erased with who gave it; send a new key for a new vote"
 TOO_LATE, CONFLICT, TOO_LARGE, NOT_JSON, REFUSED, TOO_MANY, AWAY = 408, 409, 413, 415, 422, 429, 503
 
 Answer = tuple[int, dict[str, Any]]
@@ -203,7 +204,7 @@ async def take(inbox: Inbox, body: bytes, key: str | None) -> Answer:
         if isinstance(outcome, FeedbackRefused):
             return REFUSED, refusal_of(outcome)
         if isinstance(outcome, FeedbackError):
-            return CONFLICT, {"error": KEY_IS_USED}
+            return CONFLICT, {"error": _conflict(outcome)}
         return 200, _stored(outcome)
     sound = [row for row in sent if isinstance(row, Feedback)]
     outcomes = iter(await inbox.put(sound) if sound else [])
@@ -253,7 +254,11 @@ def _told(outcome: Stored | FeedbackError) -> dict[str, Any]:
         return _stored(outcome)
     if isinstance(outcome, FeedbackRefused):
         return refusal_of(outcome)
-    return {"error": KEY_IS_USED, "rule": Rule.idempotency_conflict}
+    return {"error": _conflict(outcome), "rule": Rule.idempotency_conflict}
+
+
+def _conflict(outcome: FeedbackError) -> str:
+    return WAS_ERASED if isinstance(outcome, VoteErased) else KEY_IS_USED
 
 
 def _event(values: Any, key: str | None) -> Feedback:

@@ -156,6 +156,10 @@ def _told(found: IngestSummary, agent_id: str) -> str:
         ("stored", found.stored, ""),
         ("already known", found.known, "the same row was there before"),
         *(
+            [("erased before", found.erased, "an erasure took it: it stays out")]
+            * (found.erased > 0)
+        ),
+        *(
             (rule, n, f"{MEANINGS.get(Rule(rule), '')}; the first: {found.examples[rule]}")
             for rule, n in found.quarantined.items()
         ),
