@@ -1371,6 +1371,22 @@ def shown(settings: Settings) -> dict[str, Any]:
     return values
 
 
+def models_named(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each setting that names a model, and what it says: of a recipe as plain values.
+
+    What is named may be a folder, or a hub id, a function or an address.
+    """
+    reward = recipe.get("reward", {})
+    named = {
+        "policy.base": recipe.get("policy", {}).get("base"),
+        "reward.base": reward.get("base"),
+        "reward.given": reward.get("given"),
+    }
+    for name, one in reward.get("functions", {}).items():
+        named[f"reward.functions.{name}"] = one.get("function") or name
+    yield from ((name, said) for name, said in named.items() if said)
+
+
 def unlike_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a resolved tree, as `shown` gives it, has otherwise than the defaults, by name.
 

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 import structlog
 
 from rlhf_pipeline import database as db
-from rlhf_pipeline.config import Settings, own_settings
+from rlhf_pipeline.config import Settings, models_named, own_settings
 from rlhf_pipeline.errors import ClaimRefused, ConfigError, PipelineError, TrainingError
 from rlhf_pipeline.evaluation import PAGE as COMPARISON
 from rlhf_pipeline.evaluation.facts import DRIFT_PAGE, SUPPORT
@@ -205,7 +205,7 @@ def _keep_ingestion_out(held: ExitStack, lock: Path, agent_id: str) -> None:
 def versions_with(
     ledger: PromotionLedger, agent_id: str, rows: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Return the versions trained from these snapshots, and those that began from one of them."""
+    """Return the agent's versions that were trained from these snapshots, or from one of those."""
     versions = ledger.versions(agent_id)
     found: dict[int, dict[str, Any]] = {}
     for version in versions:  # in order, so what a version began from is known by then
@@ -230,8 +230,11 @@ def _began_from(version: ModelVersion, earlier: ModelVersion) -> bool:
         return False
     lineage = version.lineage
     places = [lineage[name] for name in ("started_from", "baseline") if lineage.get(name)]
-    if lineage.get("previous"):  # the turn whose reward models it began from
-        places.append(Path(lineage["previous"], "ppo", "policy"))
+    turns = [lineage["previous"]] if lineage.get("previous") else []
+    # And turns whose models its recipe names: .../turns/TURN/reward, or a folder in there.
+    named = [Path(place).parts for _, place in models_named(lineage.get("recipe", {}))]
+    turns += [parts[parts.index("turns") + 1] for parts in named if "turns" in parts[:-1]]
+    places += [Path(turn, "ppo", "policy") for turn in turns]
     # The end of the path, as the state folder may have been elsewhere on that day.
     return any(Path(place).parts[-3:] == earlier.path.parts[-3:] for place in places)
 

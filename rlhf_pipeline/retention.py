@@ -2,8 +2,8 @@
 
 Eight kinds of things pile up. Of each the newest stay, however old, and the young, however many:
   checkpoints  of turns that came to their verdict: nothing resumes from them
-  rewards      weights of the reward models of versions that never were champion, and that no
-               version began from; reports stay
+  rewards      weights of the reward models of versions that never were champion, that no version
+               began from and no recipe names, of today or of a version; reports stay
   turns        that came to no version: snapshot, data sets, folders, MLflow runs
   traces       of chats in MLflow
   chats, looks, events, quarantine: rows of the store (old_rows.py says which)
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Literal
 import structlog
 
 from rlhf_pipeline import old_rows
-from rlhf_pipeline.config import RECIPES, KeptSettings, Settings
+from rlhf_pipeline.config import RECIPES, KeptSettings, Settings, models_named
 from rlhf_pipeline.errors import ClaimRefused, ConfigError, PipelineError
 from rlhf_pipeline.evaluation.facts import SUPPORT
 from rlhf_pipeline.event_logs import Traces, forget_examples
@@ -113,7 +113,7 @@ def prune(
     claims = ClaimBook(registry.ledger.database)
     looked: list[Item] = []
     every = FeedbackStore(registry.ledger.database).agents()
-    named = _named(every, settings_of)
+    named = _named(registry.ledger, every, settings_of)
     for agent_id in every if agents is None else agents:
         settings = settings_of(agent_id)
         if dry_run:
@@ -227,19 +227,33 @@ def survey(
     return [_needed(item, named) for item in found]
 
 
-def _named(agents: Iterable[str], settings_of: Callable[[str], Settings]) -> dict[Path, str]:
-    """Return where reward models lie that recipes name, or may name, each with why they stay."""
-    found = {}
+def _named(
+    ledger: PromotionLedger, agents: Iterable[str], settings_of: Callable[[str], Settings]
+) -> dict[Path, str]:
+    """Return where models lie that recipes name, or may name, each with why they stay.
+
+    The recipes of today, and those that any agent's versions were trained by.
+    """
+    from rlhf_pipeline.registry.reproduce import moved
+
+    found: dict[Path, str] = {}
     for agent_id in agents:
         try:
-            given = settings_of(agent_id).reward.given
+            settings = settings_of(agent_id)
         except ConfigError:
             anywhere = Path("/")
             found[anywhere] = f"the recipe of {agent_id} does not load, and may name them"
-        else:
-            if given is not None:
-                folder = (RECIPES.parent / given).resolve()
-                found[folder] = f"the recipe of {agent_id} names them (reward.given)"
+            continue
+        for name, place in models_named(settings.model_dump(mode="json")):
+            folder = (RECIPES.parent / place).resolve()
+            found.setdefault(folder, f"the recipe of {agent_id} names them ({name})")
+        for version in ledger.versions(agent_id):
+            recipe = version.lineage.get("recipe", {})
+            for name, place in models_named(recipe):
+                folder = moved(place, str(recipe["state_dir"]), settings)
+                folder = (RECIPES.parent / folder).resolve()
+                why = f"version {version.version} of {agent_id} was trained by them ({name})"
+                found.setdefault(folder, why)
     return found
 
 

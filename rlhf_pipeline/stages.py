@@ -41,6 +41,7 @@ from rlhf_pipeline.records import (
     SftExample,
     prompt_to_json,
 )
+from rlhf_pipeline.reward import TRUNK
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -199,8 +200,6 @@ def takes_roles(turn: Turn) -> Callable[[tuple[Role, ...]], bool]:
         trained = {path for path in (turn.champion, turn.baseline) if path is not None}
         sources = [*(trained or [base_source(settings)]), reward.base]
         if reward.given is not None:
-            from rlhf_pipeline.reward.model import TRUNK
-
             sources += [Path(reward.given) / job / TRUNK for job in JOBS]
         return [load_tokenizer(source) for source in sources if source is not None]
 
@@ -559,7 +558,7 @@ def improve(
     from rlhf_pipeline.ppo.dpo import train_dpo
     from rlhf_pipeline.ppo.learner import shared_base
     from rlhf_pipeline.ppo.trainer import train_ppo
-    from rlhf_pipeline.reward.model import TRUNK, load_reward_model
+    from rlhf_pipeline.reward.model import load_reward_model
     from rlhf_pipeline.simulation.people import customers
 
     baseline = _need(turn.baseline, "a baseline")

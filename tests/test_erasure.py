@@ -438,8 +438,21 @@ def test_a_version_whose_reward_models_began_from_another_turns_is_named(world: 
         gate=None,
         fingerprint="other3",
     )
+    given = {"reward": {"given": f"{before}/reward"}}
+    taste = {"reward": {"functions": {"taste": {"function": f"{before}/reward/proxy"}}}}
+    for n, recipe in ((4, given), (5, taste), (6, {"policy": {"base": "turns"}})):
+        ledger.add_version(
+            "tea",
+            label=f"v{n}",
+            path=Path(f"/elsewhere/turns/other{n}/ppo/policy"),
+            files={"m": str(n)},
+            lineage={"recipe": recipe},
+            gate=None,
+            fingerprint=f"other{n}",
+        )
     found = versions_with(ledger, "tea", {"other1": 4})
-    assert [(v["version"], v["rows"], v["through"]) for v in found] == [(1, 4, []), (3, 0, [1])]
+    through = [(3, 0, [1]), (4, 0, [1]), (5, 0, [1])]
+    assert [(v["version"], v["rows"], v["through"]) for v in found] == [(1, 4, []), *through]
 
 
 def test_votes_watermarks_and_numbers_hold_after_an_erasure(world: World) -> None:

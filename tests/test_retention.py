@@ -50,6 +50,7 @@ from rlhf_pipeline.records import (
 from rlhf_pipeline.registry import forgetting
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
+from rlhf_pipeline.reward import HEAD, SETTINGS
 from rlhf_pipeline.stages import PAIRS
 from rlhf_pipeline.topics import ERASED
 
@@ -130,7 +131,13 @@ class State:
         return folder
 
     def registered(
-        self, agent: str, name: str, *, passed: bool = True, previous: Path | None = None
+        self,
+        agent: str,
+        name: str,
+        *,
+        passed: bool = True,
+        previous: Path | None = None,
+        recipe: dict[str, Any] | None = None,
     ) -> int:
         """Register the version that a turn made, and return its number.
 
@@ -153,6 +160,7 @@ class State:
                 "started_from": str(champion.path),
                 "baseline": str(baseline.path),
                 "previous": str(previous) if previous else None,
+                "recipe": recipe or {},
             },
             gate={"passed": passed, "results": []},
             fingerprint=mark,
@@ -378,22 +386,33 @@ def test_reward_models_of_a_version_promoted_while_a_prune_looks_stay(
 def test_reward_models_that_another_agents_recipe_names_stay(state: State) -> None:
     agent, other = state.new_agent(), state.new_agent()
     lost: list[str] = []
-    for name in ("named", "failed", "other", "newest"):
+    names = ("named", "failed", "function", "base", "trained by", "other", "newest")
+    for name in names:
         state.trained(agent, name, state="failed" if name == "failed" else "done")
         if name != "failed":
             state.registered(agent, name, passed=False)
-    turns = {
-        name: state.settings.turn_folder(agent, hashed(agent, name))
-        for name in ("named", "failed", "other")
-    }
+    turns = {name: state.settings.turn_folder(agent, hashed(agent, name)) for name in names}
     named = {other: turns["named"] / "reward", agent: turns["failed"] / "reward"}
+    for name in (SETTINGS, HEAD):
+        (turns["function"] / "reward" / "proxy" / name).touch()
+    elsewhere = Path("/elsewhere") / turns["trained by"].relative_to(state.settings.state_dir)
+    state.trained(other, "theirs")
+    state.registered(
+        other,
+        "theirs",
+        recipe={"state_dir": "/elsewhere", "reward": {"given": str(elsewhere / "reward")}},
+    )
 
     def settings_of(agent_id: str) -> Settings:
         if agent_id in lost:
             raise ConfigError("no such recipe")
         folder = named.get(agent_id)
         given = None if folder is None else os.path.relpath(folder, RECIPES.parent)
-        reward = {"given": given}
+        reward: dict[str, Any] = {"given": given}
+        if agent_id == other and folder is not None:
+            reward["base"] = str(turns["base"] / "reward" / "proxy" / "trunk")
+            taste = {"function": str(turns["function"] / "reward" / "proxy")}
+            reward["functions"] = {"old_taste": taste}
         return load_settings("tiny", {"state_dir": state.folder, "reward": reward}).model_copy(
             update={"retention": GREEDY}
         )
@@ -404,18 +423,25 @@ def test_reward_models_that_another_agents_recipe_names_stay(state: State) -> No
 
     told = prune(dry_run=True)
     assert prune() == told
-    names = {name: folder.name for name, folder in turns.items()}
-    assert told["rewards", names["named"]] == f"the recipe of {other} names them (reward.given)"
-    assert told["turns", names["failed"]] == f"the recipe of {agent} names them (reward.given)"
-    assert told["rewards", names["other"]] is None
+    marks = {name: folder.name for name, folder in turns.items()}
+    theirs = f"the recipe of {other} names them"
+    assert told["rewards", marks["named"]] == f"{theirs} (reward.given)"
+    assert told["rewards", marks["function"]] == f"{theirs} (reward.functions.old_taste)"
+    assert told["rewards", marks["base"]] == f"{theirs} (reward.base)"
+    assert told["turns", marks["failed"]] == f"the recipe of {agent} names them (reward.given)"
+    assert told["rewards", marks["other"]] is None
     assert len([*turns["named"].glob("reward/*/trunk")]) == 3
     assert turns["failed"].is_dir()
     named.clear()
     lost.append(other)
     why = f"the recipe of {other} does not load, and may name them"
-    assert prune()["rewards", names["named"]] == why
+    assert prune()["rewards", marks["named"]] == why
     lost.clear()
-    assert prune()["rewards", names["named"]] is None
+    told = prune()
+    assert told["rewards", marks["named"]] is None
+    assert told["rewards", marks["function"]] is None
+    by = f"version 1 of {other} was trained by them (reward.given)"
+    assert told["rewards", marks["trained by"]] == by
     assert not [*turns["named"].glob("reward/*/trunk")]
 
 

@@ -16,7 +16,7 @@ def reward_folder(version: ModelVersion, job: Job) -> Path:
 
     Raises RegistryError where the version had none or it is gone, HashMismatch where it is another.
     """
-    from rlhf_pipeline.reward.model import HEAD, TRUNK
+    from rlhf_pipeline.reward import HEAD, TRUNK
 
     name = f"version {version.version} of {version.agent_id}"
     known = version.lineage.get("reward_models", {}).get(job)

@@ -333,9 +333,11 @@ def _recorded_settings(
 
 
 def _moved(path: str | None, old_state: str, settings: Settings) -> Path | None:
+    return None if path is None else moved(path, old_state, settings)
+
+
+def moved(path: str, old_state: str, settings: Settings) -> Path:
     """Return where a file of the old state folder lies in today's."""
-    if path is None:
-        return None
     given = Path(path)
     inside = given.is_relative_to(old_state)
     return settings.state_dir / given.relative_to(old_state) if inside else given

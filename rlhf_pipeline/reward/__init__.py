@@ -2,6 +2,7 @@
 
 FEWEST_JUDGED = 2  # preferences and corrections that can judge a reward model
 FEWEST_MATCHED = 10  # liked answers, and as many disliked ones, that can where these are few
-SETTINGS = "reward_model.json"  # in a reward model's folder: what it reads, and how
+TRUNK, HEAD = "trunk", "head.safetensors"  # a reward model's weights, in its folder
+SETTINGS = "reward_model.json"  # likewise: what it reads, and how
 WORST = "worst.json"  # likewise: the words of what it is most wrong about
 RATERS = "raters.json"  # likewise: whom it believed how far

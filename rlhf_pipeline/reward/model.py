@@ -66,7 +66,7 @@ from rlhf_pipeline.policy.sampling import (
     trunk_of,
 )
 from rlhf_pipeline.records import Prompt, RewardFunction, RewardInput, hashed
-from rlhf_pipeline.reward import SETTINGS
+from rlhf_pipeline.reward import HEAD, SETTINGS, TRUNK
 from rlhf_pipeline.reward.calibration import Confidence
 from rlhf_pipeline.reward.ensemble import EnsembleScores
 from rlhf_pipeline.reward.functions import CheckedReward
@@ -76,7 +76,6 @@ Reads = Literal["last", "first", "mean"]
 TOKENS_AT_ONCE = 16_384  # padded tokens in one forward pass on a GPU
 TOKENS_ON_CPU = 4_096  # on a CPU, whose cache then holds more of a layer
 PACKED_BELOW = 0.9  # share of a batch that is real tokens; above, packing costs what it saves
-TRUNK, HEAD = "trunk", "head.safetensors"
 CRITERIA = "criteria.safetensors"
 TRAINED_FROM = "trained_from"  # in the settings: the digest of what a trunk of its own began as
 LIKELIHOODS = 3  # mean, least and total log-probability of the completion's tokens

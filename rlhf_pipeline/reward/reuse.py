@@ -17,13 +17,11 @@ from torch import Tensor
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import new_folder, read_json, write_json
 from rlhf_pipeline.records import PreferencePair, RewardFunction, RewardInput
-from rlhf_pipeline.reward import RATERS, SETTINGS, WORST
+from rlhf_pipeline.reward import HEAD, RATERS, SETTINGS, TRUNK, WORST
 from rlhf_pipeline.reward.calibration import hangs_on
 from rlhf_pipeline.reward.held_out import FEWEST, Measured, measured
 from rlhf_pipeline.reward.model import (
-    HEAD,
     TRAINED_FROM,
-    TRUNK,
     RewardModel,
     base_source,
     inner_trunk,
