@@ -29,7 +29,7 @@ from rlhf_pipeline.policy.chat import encode_completions
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.ppo.alarms import Alarm
 from rlhf_pipeline.ppo.collecting import Task, encode_checked, probe_rewards
-from rlhf_pipeline.ppo.learner import Learner, build_learner, is_same_model
+from rlhf_pipeline.ppo.learner import Learner, build_learner, draw_nothing, is_same_model
 from rlhf_pipeline.ppo.memory import peak_memory
 from rlhf_pipeline.ppo.metrics import checked
 from rlhf_pipeline.ppo.plots import draw_plots
@@ -55,20 +55,26 @@ from rlhf_pipeline.records import (
     prompt_to_json,
 )
 
+ALIKE = "the same up to policy.max_completion_tokens"
 PER_PAIR = ("rewards/margins", "rewards/accuracies")  # what TRL tells of each part, by its names
 
 
 def decided_pairs(pairs: Sequence[PreferencePair], settings: PpoSettings) -> list[PreferencePair]:
     """Return the pairs that teach DPO something; raises NotEnoughData below one step's."""
     decided = [pair for pair in pairs if pair.decided]
+    _need_a_step(len(decided), settings)
+    return decided
+
+
+def _need_a_step(found: int, settings: PpoSettings, *, alike: int = 0) -> None:
     needed = _pairs_per_step(settings)
-    if len(decided) < needed:
+    if found < needed:
+        beside = f" beside {alike} whose sides are {ALIKE}" if alike else ""
         raise NotEnoughData(
-            f"DPO needs {needed} pairs with a preference, one optimizer step's, found "
-            f"{len(decided)}; collect more, lower ppo.rollouts_per_update, or set ppo.estimator to "
+            f"DPO needs {needed} pairs with a preference, one optimizer step's, found {found}"
+            f"{beside}; collect more, lower ppo.rollouts_per_update, or set ppo.estimator to "
             "gae or rloo, which learn from any votes the reward learns from"
         )
-    return decided
 
 
 def _pairs_per_step(settings: PpoSettings) -> int:
@@ -94,8 +100,9 @@ def train_dpo(
     An update is rollouts_per_update pairs in `minibatches` optimizer steps; `epochs` passes over
     the pairs are made, and what is left of the last update's, but no more than `updates` updates.
     `reward` is only watched here; `stopping` chooses the update. Ties teach nothing and are left
-    out. Raises NotEnoughData without pairs, ConfigError where several processes were launched,
-    TrainingError for rewards or prompts that PPO would refuse, or a loss that is not finite.
+    out, as are pairs whose sides do not differ within max_completion_tokens. Raises NotEnoughData
+    without pairs, ConfigError where several processes were launched, TrainingError for rewards or
+    prompts that PPO would refuse, or a loss that is not finite.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
@@ -113,7 +120,14 @@ def train_dpo(
     watch_encoded = encode_checked(learner.policy, watch_prompts, settings, "watch_prompts")
     probe_rewards(learner, watch_encoded, watch_prompts, {"proxy": reward, "stopping": stopping})
     watch = Task(watch_prompts, watch_encoded, reward)
-    rows = dpo_rows(learner.policy, decided, settings)
+    rows = [
+        row
+        for row in dpo_rows(learner.policy, decided, settings)
+        if row["chosen_ids"] != row["rejected_ids"]
+    ]
+    if alike := len(decided) - len(rows):
+        report({"update": 0, "left out": f"{alike} pairs whose sides are {ALIKE}"})
+    _need_a_step(len(rows), settings, alike=alike)
     steps = settings.epochs * -(-len(rows) // batch)  # of each pass the last may be a short one
     in_all = min(-(-steps // settings.minibatches), settings.updates)
 
@@ -225,6 +239,7 @@ def _make_trainer(
 
         def compute_loss(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
             """Let each pair of a step count alike: transformers averages parts of any size."""
+            draw_nothing(model)  # each step puts all of it in training mode again
             loss = super().compute_loss(model, inputs, *given, **options)
             parts, among = self.current_gradient_accumulation_steps, len(inputs["input_ids"]) // 2
             share = among * parts / watcher.pairs_of(self.state.global_step)
@@ -245,6 +260,7 @@ def _make_trainer(
         gradient_accumulation_steps=pairs // at_once,
         max_grad_norm=settings.max_grad_norm,
         beta=settings.dpo_beta,
+        router_aux_loss_coef=0.0,  # a mixture's experts are balanced by nobody in PPO either
         max_length=None,
         gradient_checkpointing=False,
         use_cpu=not on_gpu,

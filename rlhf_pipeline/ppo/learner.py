@@ -387,17 +387,22 @@ def recomputing(trunk: nn.Module, settings: PpoSettings) -> Iterator[None]:
     recomputes = settings.gradient_checkpointing and torch.is_grad_enabled()
     if recomputes:
         trunk.train()
-        for module in trunk.modules():
-            # OPT's decoder would draw which layers to drop, none, by a number that a plan has not.
-            # Its layers, whose own mode it is that counts, train on.
-            # PhiMoE's router would draw experts, other ones when it is computed again.
-            if hasattr(module, "layerdrop") or hasattr(module, "router_jitter_noise"):
-                module.training = False
+        draw_nothing(trunk)
     try:
         yield
     finally:
         if recomputes:
             trunk.eval()
+
+
+def draw_nothing(model: nn.Module) -> None:
+    """Take out of training mode what would draw random numbers in it; the rest stays in it."""
+    for module in model.modules():
+        # OPT's decoder would draw which layers to drop, none, by a number that a plan has not.
+        # Its layers, whose own mode it is that counts, train on.
+        # PhiMoE's router would draw experts, other ones when it is computed again.
+        if hasattr(module, "layerdrop") or hasattr(module, "router_jitter_noise"):
+            module.training = False
 
 
 def check_policy(policy: Policy, settings: PpoSettings) -> None:

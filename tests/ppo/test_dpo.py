@@ -23,6 +23,8 @@ from rlhf_pipeline.ppo.learner import build_learner
 from rlhf_pipeline.ppo.plots import draw_plots
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
 from rlhf_pipeline.records import PreferencePair
+from tests.policy.test_chat import plain_tokenizer
+from tests.policy.test_families import family_model
 from tests.ppo.world import PROMPTS, changed, lower_share, weights_of
 
 LOUD, QUIET = "YES YES", "yes yes"
@@ -100,6 +102,58 @@ def test_the_first_step_sees_the_reference_itself(base: Path, tmp_path: Path) ->
         result = train(base, tmp_path, pairs(16), updates=1, minibatches=1, learning_rate=1e-12)
     assert result.loss_history[0] == pytest.approx(math.log(2), abs=1e-4)
     assert result.history[0]["dpo/margin"] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("phimoe", {"num_local_experts": 4}),
+        ("mixtral", {"num_local_experts": 4, "output_router_logits": True}),
+    ],
+)
+def test_a_mixture_of_experts_begins_at_its_reference_too(
+    tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    """Its router draws nothing, and its loss is DPO's alone."""
+    base, tokenizer = tmp_path / family, plain_tokenizer()
+    model = family_model(
+        family,
+        vocab_size=len(tokenizer),
+        num_key_value_heads=1,
+        max_position_embeddings=96,
+        pad_token_id=None,
+        eos_token_id=int(tokenizer.eos_token_id),
+        **options,
+    )
+    model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    one_step = {"updates": 1, "minibatches": 1, "learning_rate": 1e-12}
+    result = train(base, tmp_path / "out", pairs(16), long_prompts="keep_latest", **one_step)
+    assert result.loss_history[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert result.history[0]["dpo/margin"] == pytest.approx(0, abs=1e-5)
+
+
+def test_pairs_that_are_cut_off_before_they_differ_are_left_out(base: Path, tmp_path: Path) -> None:
+    long = QUIET * 40
+    alike = pairs(8, chosen=f"{long} yes", rejected=f"{long} YES")
+    heard: list[str] = []
+    settings = changed(estimator="dpo", updates=1, minibatches=4, rollouts_per_update=16, epochs=1)
+    run = partial(
+        train_dpo,
+        policy_dir=base,
+        reference_dir=base,
+        reward=lower_share,
+        stopping=lower_share,
+        watch_prompts=PROMPTS[:4],
+        output_dir=tmp_path,
+        settings=settings,
+        report=lambda facts: heard.append(str(facts.get("left out", ""))),
+    )
+    with pytest.raises(NotEnoughData, match=r"needs 4 pairs .* found 3 beside 8 whose sides are"):
+        run(pairs=[*pairs(3), *alike])
+    heard.clear()
+    assert run(pairs=[*pairs(8), *alike]).history[0]["dpo/margin"] > 0
+    assert "8 pairs whose sides are the same up to policy.max_completion_tokens" in heard
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
