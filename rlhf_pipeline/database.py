@@ -196,7 +196,7 @@ feedback = sa.Table(
 effective_feedback = sa.table(
     "effective_feedback", *(sa.column(c.name, c.type) for c in feedback.columns)
 )
-"""The view of the votes that count: received last per (rater, target, kind), and not erased."""
+"""The view of the votes that count: received last per (voter, target, kind), and not erased."""
 
 quarantine = sa.Table(
     "quarantine",

@@ -350,11 +350,11 @@ def _clean_files(
             changed += forget_samples(
                 registry, person.agent_id, folder.name, prompts, topics, report
             )
-        changed += clean_support(folder / SUPPORT, said, person.rater_id, topics)
+        changed += clean_support(folder / SUPPORT, said, person.voters, topics)
         min_rating = _settings_of(first, settings)["min_rating"]
         changed += clean_folder(folder, held.gone, min_rating=min_rating)
     for path in sorted(agent.rglob(RATERS)):
-        changed += _without_rater(path, person.rater_id)
+        changed += _without_rater(path, person.voters)
     for path in sorted(agent.rglob(WORST)):
         changed += _without_votes(path, held.gone)
     return changed
@@ -440,10 +440,10 @@ def _settings_of(turn: Path, today: Settings) -> Mapping[str, Any]:
     return today.feedback.model_dump()
 
 
-def _without_rater(path: Path, rater_id: str) -> int:
+def _without_rater(path: Path, voters: Collection[str]) -> int:
     before = read_json(path)
     after = {
-        table: {name: one for name, one in people.items() if name != rater_id}
+        table: {name: one for name, one in people.items() if name not in voters}
         for table, people in before.items()  # "careful" or "weights"
     }
     if after == before:

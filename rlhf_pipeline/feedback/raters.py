@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import sqlalchemy as sa
 
@@ -24,7 +24,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import UnknownRater
 from rlhf_pipeline.feedback.claims import check_token
 from rlhf_pipeline.feedback.formats import HASHED_RATER, WHO
-from rlhf_pipeline.records import hash_rater, hashed, now, uuid7
+from rlhf_pipeline.records import Source, hash_rater, hashed, now, uuid7
 
 SIGNATURE = re.compile(rf'"({"|".join(WHO)})"\s*:\s*("(?:[^"\\]|\\.)*"|-?[0-9]+)')
 MENTION = re.compile(r'"(?:other_)?interaction_id"\s*:\s*"([^"\\]*)"')
@@ -46,6 +46,16 @@ class Person:
     def mark(self) -> str:
         """Return what is kept of them after an erasure: a hash of the hash, found nowhere else."""
         return hashed("erased", self.agent_id, self.rater_id)
+
+    @property
+    def voters(self) -> tuple[str, ...]:
+        """Return as whom votes count that have their name: theirs, and those of machines."""
+        return tuple(voter_of(self.rater_id, source) for source in get_args(Source))
+
+
+def voter_of(rater_id: str, source: Source) -> str:
+    """Return as whom a signed vote counts: what a machine says takes the place of no person's."""
+    return rater_id if source == "human" else f"{source}:{rater_id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +126,7 @@ def held(connection: sa.Connection, person: Person) -> Held:
     f = db.feedback.c
     interactions = frozenset(connection.execute(_theirs(person)).scalars())
     columns = (f.feedback_id, f.voter, f.target, f.kind, f.seq, f.erased_at.is_not(None))
-    mine = sa.select(*columns).where(f.agent_id == person.agent_id, f.voter == person.rater_id)
+    mine = sa.select(*columns).where(f.agent_id == person.agent_id, f.voter.in_(person.voters))
     votes = _in_order(connection, mine)
     about: list[Vote] = []
     if interactions:
@@ -240,7 +250,7 @@ def remove(
         for some in db.chunks(sorted(found.interactions)):
             these = sa.select(i.c.interaction_id).where(i.c.interaction_id.in_(some))
             about = _are_about(person.agent_id, these)
-            _remove_votes(connection, person, sa.and_(f.c.voter == person.rater_id, about))
+            _remove_votes(connection, person, sa.and_(f.c.voter.in_(person.voters), about))
             connection.execute(
                 f.update()
                 .where(f.c.erased_at.is_(None), about)
@@ -349,7 +359,7 @@ def contents(connection: sa.Connection, person: Person) -> dict[str, list[dict[s
     found = held(connection, person)
     mine = f.select().where(
         f.c.agent_id == person.agent_id,
-        f.c.voter == person.rater_id,
+        f.c.voter.in_(person.voters),
         ~f.c.idempotency_key.startswith(db.WITHDRAWN),
     )
     events: list[dict[str, Any]] = []
@@ -413,7 +423,7 @@ def _judged(person: Person) -> sa.Select[tuple[Any]]:
     f = db.feedback.c
     return sa.select(f.interaction_id).where(
         f.agent_id == person.agent_id,
-        f.voter == person.rater_id,
+        f.voter.in_(person.voters),
         f.interaction_id.is_not(None),
     )
 
@@ -422,7 +432,7 @@ def _about(person: Person) -> sa.ColumnElement[bool]:
     """Other people's votes that show one of their interactions and still have their words."""
     f = db.feedback.c
     return sa.and_(
-        f.voter != person.rater_id,
+        f.voter.not_in(person.voters),
         f.erased_at.is_(None),
         _are_about(person.agent_id, _theirs(person)),
     )

@@ -26,7 +26,7 @@ from rlhf_pipeline.errors import (
     IdempotencyConflict,
     VoteErased,
 )
-from rlhf_pipeline.feedback.raters import erased_among, erased_key, marks_of
+from rlhf_pipeline.feedback.raters import erased_among, erased_key, marks_of, voter_of
 from rlhf_pipeline.feedback.rules import Rule
 from rlhf_pipeline.feedback.together import GroupCommit, Ticket
 from rlhf_pipeline.fence import need_right_to_write
@@ -888,7 +888,9 @@ def _feedback_row(
         "body_sha256": body,
         "kind": event.kind.value,
         "target": target_of(event),
-        "voter": event.rater_id or f"anonymous:{feedback_id}",
+        "voter": voter_of(event.rater_id, event.source)
+        if event.rater_id
+        else f"anonymous:{feedback_id}",
         "interaction_id": event.interaction_id,
         "prompt": None if event.prompt is None else prompt_to_json(event.prompt),
         "completion": event.completion,

@@ -32,7 +32,8 @@ def wished_shares(path: Path, counts: Callable[[str], bool]) -> Mapping[str, flo
     for row in sorted(rows, key=lambda row: int(row["seq"])):
         tags = json.loads(row["tags"] or "[]")
         wishes = [tag.removeprefix(WANTS) for tag in tags if tag.startswith(WANTS)]
-        if wishes and row["rater_id"] and counts(row["voter"]):
+        is_a_persons = row["voter"] == row["rater_id"]  # no machine's, and signed
+        if wishes and is_a_persons and counts(row["voter"]):
             newest[row["rater_id"]] = wishes
     if len(newest) < LEAST:
         return {}

@@ -111,7 +111,7 @@ def named_in(path: Path, said: Said) -> frozenset[str]:
     return frozenset(n for n in ngrams if any(f" {n} " in text for text in said.texts))
 
 
-def clean_support(path: Path, said: Said, rater_id: str, topics: Collection[str]) -> bool:
+def clean_support(path: Path, said: Said, voters: Collection[str], topics: Collection[str]) -> bool:
     """Take the person, their words and these topics out of what a snapshot rests on."""
     if not path.exists():
         return False
@@ -122,7 +122,7 @@ def clean_support(path: Path, said: Said, rater_id: str, topics: Collection[str]
             {**one, "ngram": ERASED} if one["ngram"] in names else one
             for one in before["associations"]
         ],
-        "by_rater": [one for one in before["by_rater"] if one["voter"] != rater_id],
+        "by_rater": [one for one in before["by_rater"] if one["voter"] not in voters],
     }
     if after != before:
         write_json(path, after)

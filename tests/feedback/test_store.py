@@ -441,6 +441,34 @@ def test_pairs_stored_in_the_order_they_were_named_become_one(any_database: Data
     again.close()
 
 
+def test_what_a_machine_says_replaces_no_persons_vote_whoever_it_is_named_with(
+    any_database: Database,
+) -> None:
+    """A judge's verdicts, sent with the name of the person whose chat it judged."""
+    store, ann = FeedbackStore(any_database), "ann"
+    store.append(
+        [
+            vote("ann's", number=0.0, rater_id=ann),
+            vote("a judge's", number=1.0, rater_id=ann, source="model"),
+            vote("a check's", number=1.0, rater_id=ann, source="code"),
+        ]
+    )
+    every = [("ann's", 0.0), ("a judge's", 1.0), ("a check's", 1.0)]
+    assert effective(store) == every
+    f = db.feedback
+    with any_database.write() as connection:  # as a store of before had them
+        connection.execute(f.update().values(voter=f.c.rater_id))
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0009'")
+    assert effective(store) == every[2:]
+    again = Database(any_database.url.render_as_string(hide_password=False))
+    store = FeedbackStore(again)
+    assert stored_keys(store) == [key for key, _ in every]  # which migrates
+    assert effective(store) == every
+    store.append([vote("anew", number=0.0, rater_id=ann, source="model")])
+    assert effective(store) == [every[0], every[2], ("anew", 0.0)]
+    again.close()
+
+
 def test_who_does_not_sign_is_somebody_else_each_time(store: FeedbackStore) -> None:
     store.append([vote(f"key {i}", rater_id=None) for i in range(5)])
     assert store.counts("tea") == {"thumbs": 5}

@@ -88,7 +88,7 @@ def test_one_person_votes_only_so_often_and_nobody_else_waits(tmp_path: Path) ->
         assert send(**other).status_code == 200
     clock.now = 20.0
     assert [send(rater="ann").status_code for _ in range(2)] == [200, 429]
-    assert store.counts("tea") == {"thumbs": 3}  # ann's, bea's, an unsigned one
+    assert store.counts("tea") == {"thumbs": 4}  # ann's, a model's, bea's, an unsigned one
     database.close()
 
 
