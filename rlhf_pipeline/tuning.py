@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.errors import TrainingError
 from rlhf_pipeline.files import alone_in, write_json, write_text
 from rlhf_pipeline.records import Progress, hashed, ignore_progress
+from rlhf_pipeline.reward import SETTINGS
 
 if TYPE_CHECKING:
     import optuna
@@ -149,6 +150,7 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
     # Another snapshot, champion, baseline, reward or length is another search: scores would not
     # compare. With other settings of the machine, for which memory may be the reason, it goes on.
     reward, training = turn.settings.reward, turn.settings.training
+    folders = [Path(one.function or name) for name, one in reward.functions.items()]
     name = hashed(
         turn.fingerprint,
         str(turn.champion),
@@ -156,6 +158,7 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
         str(decisive(settings)),
         *(reward_version(turn.work / "reward" / job) for job in ("proxy", "stopping")),
         str((reward.functions, reward.wish_bound)),
+        *(reward_version(folder) for folder in folders if (folder / SETTINGS).is_file()),
         str((training.watch_prompts, training.simulated_user)),
     )[:16]
     storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))

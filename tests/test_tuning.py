@@ -158,6 +158,16 @@ def test_searches_that_do_not_compare_share_no_folder(
         search(replace(retrained, fingerprint="0" * 64), tmp_path, trials=2)
     assert len(folders) == 8
     assert len(set(folders)) == 4
+    # Or with another model in the folder that a function names.
+    taste = tmp_path / "taste"
+    functions = {"taste": FunctionSettings(function=str(taste))}
+    reward = turn.settings.reward.model_copy(update={"functions": functions})
+    other = replace(turn, settings=turn.settings.model_copy(update={"reward": reward}))
+    for job in ("stopping", "gate", "gate"):
+        shutil.copytree(turn.work / "reward" / job, taste, dirs_exist_ok=True)
+        search(other, tmp_path, trials=1)
+    assert len(set(folders)) == 6
+    assert len(folders) == 10
 
 
 def test_a_baseline_that_was_reset_is_searched_against_anew(
