@@ -239,7 +239,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         claim = self.claims.of_holder(run.root_run_id or run.run_id)
         if claim is None or run.parent_run_id is None or claim.state not in ("failed", "lost"):
             return claim
-        if erased_since(self.database, claim.agent_id, claim.created_at):
+        if erased_since(self.database, claim):
             raise dg.Failure(
                 "needed everybody whose votes this turn had begun to learn from, found that "
                 f"somebody was erased since; a new turn learns from what is left: `make train "

@@ -289,7 +289,7 @@ def unfinished(database: Database, history: list[Claim], settings: Settings) -> 
     ):
         return None
     moves = PromotionLedger(database).history(agent_id)
-    if not moves or erased_since(database, agent_id, latest.created_at):
+    if not moves or erased_since(database, latest):
         return None
     moved = moves[-1]
     own = moved.action == "promote" and moved.token in {claim.token for claim in tried}

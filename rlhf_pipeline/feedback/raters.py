@@ -14,7 +14,6 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from typing import Any, get_args
 
@@ -22,7 +21,7 @@ import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import UnknownRater
-from rlhf_pipeline.feedback.claims import check_token
+from rlhf_pipeline.feedback.claims import Claim, check_token
 from rlhf_pipeline.feedback.formats import HASHED_RATER, WHO
 from rlhf_pipeline.records import Source, hash_rater, hashed, now, uuid7
 
@@ -332,12 +331,17 @@ def erasures_of(database: db.Database, people: Iterable[Person]) -> list[dict[st
     ]
 
 
-def erased_since(database: db.Database, agent_id: str, moment: datetime) -> bool:
-    """Say whether somebody was erased for the agent since then."""
+def erased_since(database: db.Database, claim: Claim) -> bool:
+    """Say whether somebody was erased for the claim's agent since, or at all from its snapshot.
+
+    The latter whenever clocks say that was: the claim's may have been ahead.
+    """
     e = db.erasures.c
-    query = sa.select(sa.exists().where(e.agent_id == agent_id, e.erased_at > moment))
+    since = sa.exists().where(e.agent_id == claim.agent_id, e.erased_at > claim.created_at)
     with database.read() as connection:
-        return bool(connection.execute(query).scalar_one())
+        if connection.execute(sa.select(since)).scalar_one():
+            return True
+    return erased_rows(database, claim.agent_id, claim.fingerprint) > 0
 
 
 def erased_rows(database: db.Database, agent_id: str, fingerprint: str | None) -> int:

@@ -28,10 +28,12 @@ from resources.pipeline import (
     flattened,
 )
 from resources.worker import same_work, specification, turn_from
+from rlhf_pipeline import database as db
 from rlhf_pipeline.config import UpstreamSettings
 from rlhf_pipeline.erasure import erase
 from rlhf_pipeline.errors import ClaimLost, ConfigError, RegistryError
 from rlhf_pipeline.experiment.book import ExperimentBook, State
+from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import ingest
 from rlhf_pipeline.files import folder_sha256, write_text
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
@@ -488,9 +490,11 @@ def test_a_turn_that_failed_lets_its_claim_go_though_mlflow_is_away(
         pipeline.end_without_verdict(claim, "again", "FAILED")
 
 
+@pytest.mark.parametrize("ahead", [timedelta(0), timedelta(minutes=10)])
 def test_no_failed_run_goes_on_with_what_had_learned_from_somebody_erased_since(
-    pipeline: Pipeline, tmp_path: Path
+    pipeline: Pipeline, tmp_path: Path, ahead: timedelta
 ) -> None:
+    """Nor where the clock of who trained was ahead of that of who erases."""
     folder = tmp_path / "0"
     folder.mkdir()
     (folder / "model.safetensors").write_text("as it was")
@@ -500,7 +504,9 @@ def test_no_failed_run_goes_on_with_what_had_learned_from_somebody_erased_since(
     ingest(pipeline.store, votes, "a")
     pipeline.registry.register_baseline("a", folder, label="v0", lineage={}, actor="test")
     context = context_of("run")
-    pipeline.begin_turn(context, "f" * 64, 1)
+    mark = snapshot.fingerprint(pipeline.database, "a", 1)
+    pipeline.begin_turn(context, mark, 1)
+    snapshot.take(pipeline.database, "a", 1, tmp_path / snapshot.FILE)
     claim = pipeline.claims.held("a")
     assert claim is not None
     pipeline.end_without_verdict(claim, "disk full", "FAILED")
@@ -510,6 +516,9 @@ def test_no_failed_run_goes_on_with_what_had_learned_from_somebody_erased_since(
     claim = pipeline.claims.held("a")
     assert claim is not None
     pipeline.end_without_verdict(claim, "disk full", "FAILED")
+    with pipeline.database.write() as connection:
+        moved = db.claims.update().where(db.claims.c.token == claim.token)
+        connection.execute(moved.values(created_at=claim.created_at + ahead))
     assert erase(pipeline.settings(), pipeline.registry, "ann", "a")["erasures"]
     with (
         pytest.raises(dg.Failure, match="somebody was erased since") as failed,
