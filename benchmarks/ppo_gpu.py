@@ -114,11 +114,11 @@ def compare(name: str, peer: Path, rounds: int, device: str, *, quick: bool) -> 
 
 def plan(case: Case, folder: Path, changes: dict[str, Any]) -> None:
     """Print what a plan says of the updates: the most bytes they hold, and seconds by phase."""
-    from rlhf_pipeline.ppo.plan import RewardModels, make_plan, probe, read_config
+    from rlhf_pipeline.ppo.plan import NO_MODELS, make_plan, probe, read_config
 
-    config, settings, none = read_config(folder), settings_of(case, changes), RewardModels(count=0)
-    peak = make_plan(config, settings, none).peak
-    print(json.dumps({"peak": peak} | asdict(probe(config, settings, none))))
+    config, settings = read_config(folder), settings_of(case, changes)
+    peak = make_plan(config, settings, NO_MODELS).peak
+    print(json.dumps({"peak": peak} | asdict(probe(config, settings, NO_MODELS))))
 
 
 def row(

@@ -110,11 +110,11 @@ def plan(name: str, folder: Path) -> int:
     """Return the planned peak in bytes; for a fresh process, where no library is loaded yet."""
     import torch
 
-    from rlhf_pipeline.ppo.plan import RewardModels, make_plan, read_config, rehearse
+    from rlhf_pipeline.ppo.plan import NO_MODELS, make_plan, read_config, rehearse
 
     torch.set_num_threads(1)
     config = read_config(folder)
-    return rehearse(config, make_plan(config, SHAPES[name].settings, RewardModels(count=0))).peak
+    return rehearse(config, make_plan(config, SHAPES[name].settings, NO_MODELS)).peak
 
 
 def compare(name: str) -> tuple[int, int]:

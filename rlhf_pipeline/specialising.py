@@ -80,20 +80,27 @@ def specialise(
 
     A folder that holds a part of this is gone on with. `baseline` takes the place of the one that
     would be trained. Raises ConfigError where the recipe names no specialists, or sets what they
-    cannot have, TrainingError where another process trains in the folder.
+    cannot have, TrainingError where another process trains in the folder or all of them together
+    cannot fit into memory.
     """
     if not settings.specialists:
         raise ConfigError(
             f"specialists are what `rlhf specialise` trains: needed some in recipe "
             f"{settings.recipe}, found none; take --recipe specialists, or name yours"
         )
+    from rlhf_pipeline.ppo.plan import NO_MODELS, beside_others, check_fits, make_plan, read_config
     from rlhf_pipeline.ppo.specialists import Specialist, check_settings, train_specialists
+    from rlhf_pipeline.stages import policy_config
 
     asked = {name: prompts_of(name, one, settings) for name, one in settings.specialists.items()}
     rewards = {
         name: reward_of(one, asked[name], settings) for name, one in settings.specialists.items()
     }
     check_settings(settings.ppo)
+    config = policy_config(settings) if baseline is None else read_config(baseline)
+    made = make_plan(config, settings.ppo, NO_MODELS)
+    made = beside_others(made, len(settings.specialists) - 1, shares_critic=shares_critic)
+    check_fits(config, settings.ppo, NO_MODELS, made=made)
     with alone_in(folder):
         start = baseline or baseline_of(settings, folder, report)
         specialists: dict[str, Specialist] = {

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from rlhf_pipeline.config import RECIPES, SpecialistSettings, load_settings
 from rlhf_pipeline.errors import ConfigError, NotEnoughData, TrainingError
 from rlhf_pipeline.files import alone_in
+from rlhf_pipeline.ppo.plan import NO_MODELS, make_plan
 from rlhf_pipeline.records import RewardInput, ignore_progress, user_prompt
 from rlhf_pipeline.reward.composite import CompositeReward, Term
 from rlhf_pipeline.specialising import (
@@ -24,6 +25,7 @@ from rlhf_pipeline.specialising import (
     reward_of,
     specialise,
 )
+from rlhf_pipeline.stages import policy_config
 
 SMALL: dict[str, Any] = {
     "policy": {"tiny": {"layers": 1, "width": 32, "heads": 2, "vocabulary": 400}},
@@ -167,6 +169,19 @@ def test_settings_that_specialists_cannot_have_are_refused_before_a_baseline_is_
     monkeypatch.setattr("rlhf_pipeline.stages.train_baseline", lambda *_: pytest.fail("trained"))
     with pytest.raises(ConfigError, match=message):
         specialise(load_settings("specialists", change), tmp_path)
+
+
+def test_what_memory_does_not_suffice_for_is_refused_before_a_baseline_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.stages.train_baseline", lambda *_: pytest.fail("trained"))
+    settings = load_settings("specialists")
+    alone = make_plan(policy_config(settings), settings.ppo, NO_MODELS)
+    found = int(1.2 * alone.peak)  # room for one of three
+    assert alone.fits(found)
+    monkeypatch.setattr("rlhf_pipeline.ppo.plan.memory_found", lambda _: found)
+    with pytest.raises(TrainingError, match="training needs about"):
+        specialise(settings, tmp_path)
 
 
 def test_specialists_are_trained_in_a_folder_by_one_process_at_a_time(tmp_path: Path) -> None:

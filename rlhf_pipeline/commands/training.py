@@ -35,11 +35,20 @@ def plan(
     which also finds what a small model's run on a CPU holds beside its tensors; every completion
     counts at full length. An agent's next turn trains its champion, with the baseline as its
     reference; without an agent, or a champion, the plan is of the recipe's base as both, as in a
-    first turn. A hub model needs only its configuration here. Exits with 1, and the settings that
+    first turn; of a recipe with specialists, of one of them beside the others. A hub model needs
+    only its configuration here. Exits with 1, and the settings that
     would fit, where memory does not suffice.
     """
     from rlhf_pipeline.errors import ConfigError
-    from rlhf_pipeline.ppo.plan import check_fits, make_plan, memory_found, probe, rehearse
+    from rlhf_pipeline.ppo.plan import (
+        NO_MODELS,
+        beside_others,
+        check_fits,
+        make_plan,
+        memory_found,
+        probe,
+        rehearse,
+    )
     from rlhf_pipeline.stages import next_policy, policy_config, reward_models_of
 
     here = workspace()
@@ -63,11 +72,15 @@ def plan(
             f"{agent}'s next turn under recipe {settings.recipe}: version {champion.version}, its "
             f"champion, is the policy; version {baseline.version} is the reference"
         )
-    rewards = reward_models_of(settings)
+    others = max(0, len(settings.specialists) - 1) if agent is None else 0
+    rewards = NO_MODELS if others else reward_models_of(settings)
     made = make_plan(config, settings.ppo, rewards, shares_reference=shares)
     found = memory_found(settings.ppo.device)
     if timed and made.fits(found):
         made = rehearse(config, made)
+    if others:
+        typer.echo(f"as `rlhf specialise` trains it, around one critic with {others} others")
+        made = beside_others(made, others)
     _print_plan(made, found)
     check_fits(config, settings.ppo, rewards, shares_reference=shares, made=made, room=found)
     if timed:

@@ -85,6 +85,7 @@ SHARE_USED = 0.9  # of the memory found that a plan may fill; others live there 
 PROBE_TOKENS = 1024  # in the probe's microbatch
 REHEARSALS = 3  # passes after which freed blocks lie about as they do in a run
 RESIDENT = ("policy", "critic", "reference", "reward models", "optimiser", "rollouts")
+OTHERS = "other specialists"
 RECIPE_NAMES = {  # where recipes set what PPO shares with other stages
     "lora_rank": "policy.lora.enabled true with rank",
     "precision": "policy.dtype",
@@ -104,6 +105,7 @@ class RewardModels:
 
 
 REWARDS = RewardModels()
+NO_MODELS = RewardModels(count=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,18 @@ def make_plan(
     )
 
 
+def beside_others(plan: Plan, others: int, *, shares_critic: bool = True) -> Plan:
+    """Return the plan of one specialist with what `others` hold while it is trained.
+
+    Each has a policy, its moments and a reference, and a critic of its own where they share none.
+    """
+    each = 3 * plan.parts["policy"] + plan.parts["reference"]
+    each += 0 if shares_critic else 3 * plan.parts["critic"]
+    parts = plan.parts | {OTHERS: others * each}
+    phases = {name: size + others * each for name, size in plan.phases.items()}
+    return replace(plan, parts=parts, phases=phases)
+
+
 def memory_found(device: str) -> int:
     """Return the bytes a run may take on this device: a GPU's free ones, or available RAM."""
     target = choose_device(device)
@@ -296,7 +310,7 @@ def check_fits(
     found = memory_found(settings.device) if room is None else room
     if plan.fits(found):
         return plan
-    most = int(SHARE_USED * found)
+    most = int(SHARE_USED * found) - plan.parts.get(OTHERS, 0)
     changes = what_fits(config, settings, most, rewards, shares_reference=shares_reference)
     advice = "no setting makes this model fit here: take a smaller base or a larger machine"
     if changes:

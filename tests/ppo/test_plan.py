@@ -24,6 +24,7 @@ from rlhf_pipeline.policy.tiny import tiny_config
 from rlhf_pipeline.ppo import plan as plan_module
 from rlhf_pipeline.ppo.plan import (
     FULL,
+    NO_MODELS,
     RewardModels,
     check_fits,
     make_plan,
@@ -40,7 +41,7 @@ LLAMA = tiny_config(290, layers=2, width=32, heads=2, context=64)
 def test_a_plan_counts_what_the_learner_holds(base: Path) -> None:
     settings = changed(critic="separate")
     learner = learner_at(base, settings)
-    plan = make_plan(read_config(base), settings, RewardModels(count=0))
+    plan = make_plan(read_config(base), settings, NO_MODELS)
     own = sum(p.numel() for p in learner.policy.model.parameters())
     trained = sum(p.numel() for p in learner.trainable().values())
     assert (plan.parameters, plan.trained) == (own, trained)
@@ -59,9 +60,9 @@ def test_a_plan_counts_what_a_narrowed_draw_had_in_reach() -> None:
 
 def test_a_plan_counts_every_turn_and_what_is_replayed_among_what_is_trained_on() -> None:
     once = changed(tokens_per_microbatch=10_000, rollouts_per_update=8, device="cpu")
-    as_many = make_plan(LLAMA, replace(once, rollouts_per_update=24), RewardModels(count=0))
+    as_many = make_plan(LLAMA, replace(once, rollouts_per_update=24), NO_MODELS)
     for more in (replace(once, max_turns=3), replace(once, replay_updates=2)):
-        plan = make_plan(LLAMA, more, RewardModels(count=0))
+        plan = make_plan(LLAMA, more, NO_MODELS)
         assert plan.parts["activations, logits"] == as_many.parts["activations, logits"]
         assert plan.parts["keys and values"] < as_many.parts["keys and values"]  # turn by turn
 
@@ -202,7 +203,7 @@ def test_a_plan_for_a_gpu_attends_as_a_gpu_does(monkeypatch: pytest.MonkeyPatch)
     planned = {}
     for kind in ("cpu", "cuda"):
         monkeypatch.setattr(plan_module, "choose_device", lambda _, kind=kind: torch.device(kind))
-        parts = make_plan(config, settings, RewardModels(count=0)).parts
+        parts = make_plan(config, settings, NO_MODELS).parts
         planned[kind] = parts["activations, logits"]
     probabilities = 4 * (4 * 4 * 255 * 255) * FULL  # 4 layers of 4 rows of 4 heads
     saved = (planned["cpu"] - planned["cuda"]) / probabilities
@@ -212,7 +213,7 @@ def test_a_plan_for_a_gpu_attends_as_a_gpu_does(monkeypatch: pytest.MonkeyPatch)
 def test_sampling_holds_the_same_whether_training_computes_layers_again() -> None:
     settings = changed(rollouts_per_update=64, critic="shared", device="cpu")
     plain, again = (
-        make_plan(LLAMA, replace(settings, gradient_checkpointing=flag), RewardModels(count=0))
+        make_plan(LLAMA, replace(settings, gradient_checkpointing=flag), NO_MODELS)
         for flag in (False, True)
     )
     assert again.parts["activations, logits"] < plain.parts["activations, logits"]
@@ -235,7 +236,7 @@ def test_keys_and_values_are_planned_in_the_types_they_are_kept_in(
     config: PretrainedConfig, changes: dict[str, Any], number_bytes: int
 ) -> None:
     settings = changed(ratio_tolerance=0.1, device="cpu", **changes)
-    plan = make_plan(config, settings, RewardModels(count=0))
+    plan = make_plan(config, settings, NO_MODELS)
     tokens = settings.rollouts_per_update * (settings.max_prompt_tokens + 64)  # and spare room
     assert plan.parts["keys and values"] == 2 * 32 * tokens * number_bytes
 
@@ -261,7 +262,7 @@ def test_where_no_setting_helps_a_smaller_base_is_asked_for() -> None:
 @pytest.mark.slow
 def test_a_large_model_is_counted_without_its_weights() -> None:
     config = LlamaConfig(num_hidden_layers=2)  # as wide as one of 7B
-    plan = make_plan(config, changed(critic="shared", device="cpu"), RewardModels(count=0))
+    plan = make_plan(config, changed(critic="shared", device="cpu"), NO_MODELS)
     assert plan.peak > 16 * plan.parameters  # weights, gradients, Adam
     assert rehearse(config, plan) is plan  # nothing of this size is run
 

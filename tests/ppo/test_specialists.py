@@ -12,12 +12,21 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_pipeline.errors import ConfigError, ModelError, TrainingError
+from rlhf_pipeline.policy.adapters import unique_bytes
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.policy.sampling import output_head
 from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.ppo import updating
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.optimising import train_on
+from rlhf_pipeline.ppo.plan import (
+    NO_MODELS,
+    OTHERS,
+    beside_others,
+    check_fits,
+    make_plan,
+    read_config,
+)
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.ppo.specialists import (
@@ -127,6 +136,25 @@ def test_agents_that_are_interrupted_end_as_if_they_were_not(base: Path, tmp_pat
 def test_after_the_last_seed_comes_the_first(base: Path) -> None:
     learners = build_learners(two(base), replace(SETTINGS, seed=2**32 - 1))
     assert [learner.settings.seed for learner in learners.values()] == [2**32 - 1, 0]
+
+
+@pytest.mark.parametrize("shares_critic", [True, False])
+def test_a_plan_counts_what_all_of_them_hold(base: Path, shares_critic: bool) -> None:
+    learners = build_learners(two(base), SETTINGS, shares_critic=shares_critic)
+    weights: list[torch.Tensor] = []
+    for learner in learners.values():
+        assert learner.reference is not None
+        weights += [*learner.weights, *learner.reference.model.parameters()]
+    [optimizer] = {id(one.optimizer): one.optimizer for one in learners.values()}.values()
+    moved = sum(w.nbytes for group in optimizer.param_groups for w in group["params"])
+    alone = make_plan(read_config(base), SETTINGS, NO_MODELS)
+    plan = beside_others(alone, len(learners) - 1, shares_critic=shares_critic)
+    names = ("policy", "critic", "reference", "optimiser", OTHERS)
+    planned = sum(plan.parts[name] for name in names)
+    assert planned == pytest.approx(unique_bytes(weights) + 2 * moved, rel=0.01)  # but for heads
+    assert plan.peak - alone.peak == plan.parts[OTHERS]
+    with pytest.raises(TrainingError, match="found"):
+        check_fits(read_config(base), SETTINGS, NO_MODELS, made=plan, room=alone.peak)
 
 
 @pytest.mark.parametrize("shares_critic", [True, False])
