@@ -13,6 +13,7 @@ The environments need gymnasium; nothing else of PPO does. `play` is PPO's own u
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ from rlhf_pipeline.records import (
 
 State = dict[str, NDArray[Any]]
 Timer = Callable[[str], AbstractContextManager[None]]
+# What a step changes of a ChatVectorEnv, each by putting something in its place.
+CHANGED = ("conversations", "_encoded", "_said", "_turn", "_terminated", "_truncated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +170,20 @@ class ChatVectorEnv(VectorEnv[State, NDArray[np.int64], NDArray[Any]]):
     ) -> tuple[State, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         """Let the assistant say its next token or completion in every conversation that goes on.
 
-        Raises ShapeMismatch or TrainingError for actions that are none of the action space.
+        Raises ShapeMismatch or TrainingError for actions that are none of the action space. Where
+        it raises, as where a reward does, every conversation is as it was: step again.
         """
         self._check(actions)
+        before = {name: copy.copy(getattr(self, name)) for name in CHANGED}
+        try:
+            return self._step(actions)
+        except BaseException:
+            vars(self).update(before)
+            raise
+
+    def _step(
+        self, actions: NDArray[np.int64]
+    ) -> tuple[State, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         over = [i for i in self.going_on if self._say(i, actions[i])]
         rewards = np.zeros(self.num_envs)
         items = self._end_turns(over)
@@ -224,7 +238,7 @@ class ChatVectorEnv(VectorEnv[State, NDArray[np.int64], NDArray[Any]]):
         """Take what the assistant says in conversation i; return whether its turn is over."""
         eos, T = self.task.tokenizer.eos_token_id, self.task.max_completion_tokens
         if self.task.action == "token":
-            self._said[i].append(int(action))
+            self._said[i] = [*self._said[i], int(action)]
             return int(action) == eos or len(self._said[i]) == T
         tokens = action.tolist()
         self._said[i] = tokens[: tokens.index(eos) + 1] if eos in tokens else tokens

@@ -219,6 +219,37 @@ def test_a_step_or_a_reset_that_is_refused_changes_no_conversation() -> None:
     assert held() != before
 
 
+@pytest.mark.parametrize("action", ["token", "completion"])
+@pytest.mark.parametrize("who", ["user", "turn_reward", "episode_reward"])
+def test_a_step_whose_judge_or_user_fails_once_is_taken_again(action: str, who: str) -> None:
+    """As a remote reward does that is away for a moment."""
+
+    def played(fails: bool) -> list[Any]:
+        usual = getattr(task(), who)
+        failed: list[Any] = []
+
+        def once(given: Sequence[Any], /) -> Any:
+            if fails and not failed:
+                failed.append(given)
+                raise ConnectionError("away")
+            return usual(given)
+
+        env = ChatVectorEnv(task(action=action, **{who: once}), 2, render_mode="ansi")
+        state, _ = env.reset(options={"prompts": [0, 2]})
+        told: list[Any] = [state]
+        completions = saying("hi", "la")
+        for n in range(2 * completions.shape[1] if action == "token" else 2):
+            step = completions[:, n % completions.shape[1]] if action == "token" else completions
+            try:
+                told.append((*env.step(step), env.render()))
+            except ConnectionError:
+                told.append((*env.step(step), env.render()))
+        assert bool(failed) == fails
+        return told
+
+    assert str(played(fails=True)) == str(played(fails=False))
+
+
 def test_ppo_plays_whole_conversations_and_knows_which_turn_follows_which(base: Path) -> None:
     learner = learner_at(base, changed(max_prompt_tokens=48, max_turns=3, temperature=1.0))
     generator = torch.Generator().manual_seed(0)
