@@ -34,6 +34,7 @@ MAX_RUNTIME = "dagster/max_runtime"  # run tag: seconds, after which a dead run 
 TYPE_OF_WORDS = re.compile(r"^(?:rlhf_pipeline\.errors\.\w+|dagster\.[\w.]+\.Failure): ")
 # What SQLite and the operating system say of it, whoever passes it on.
 OF_A_FULL_DISK = re.compile(rf"database or disk is full|\[Errno ({errno.ENOSPC}|{errno.EDQUOT})\]")
+FULL_DISK = "needed room on the disk, found it full; make room, and ask for the run again"
 # What Dagster says of a run that something else than the run itself marked as failed.
 FROM_OUTSIDE = "This run has been marked as failed from outside the execution context."
 TRAINING = {"sft_policy", "reward_model", "ppo_policy"}  # steps that make an attempt of a run
@@ -99,8 +100,11 @@ def why_failed(events: Sequence[dg.DagsterEvent]) -> str:
     for event in reversed(events):
         if event.is_step_failure and event.step_failure_data.error is not None:
             error = event.step_failure_data.error
-            cause = error.cause or error
-            return f"{event.step_key}: {TYPE_OF_WORDS.sub('', cause.message).strip()[:600]}"
+            cause = (error.cause or error).message
+            words = TYPE_OF_WORDS.sub("", cause)
+            if words == cause and OF_A_FULL_DISK.search(cause):  # which is not told in ours
+                words = FULL_DISK
+            return f"{event.step_key}: {words.strip()[:600]}"
     return "no step failed"
 
 
@@ -119,7 +123,7 @@ def why_failed_in_our_words(events: Sequence[dg.DagsterEvent], message: str) -> 
     if errors and all(TYPE_OF_WORDS.match(cause) for cause in causes):
         return why_failed(events)
     if any(OF_A_FULL_DISK.search(cause) for cause in causes):
-        return "needed room on the disk, found it full; make room, and ask for the run again"
+        return FULL_DISK
     return message
 
 

@@ -34,7 +34,7 @@ from dagster._core.remote_origin import (
 from assets.common import Materialized
 from automation import due_turns, outbox, sensors
 from automation.dead import ASSETS
-from automation.jobs import DROPPED, WATERMARK
+from automation.jobs import DROPPED, WATERMARK, why_failed
 from automation.sensors import SETTLED
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
 from rlhf_pipeline.continuous import BACK_OFF
@@ -1236,6 +1236,7 @@ def test_people_hear_why_a_step_failed_in_our_words_alone(
     assert by_check == "rows: found 3 rows"
     assert by_another.endswith("Steps failed: ['elsewhere'].")
     assert by_disk == "needed room on the disk, found it full; make room, and ask for the run again"
+    assert why_failed(result.all_events) == f"kept: {by_disk}"  # as `make train` says it
 
 
 def test_a_run_that_died_is_told_once_whoever_began_it(
