@@ -128,6 +128,15 @@ class ExperimentBook:
             )
         return self._change(experiment, share=share, share_since=now())
 
+    def date(self, experiment: Experiment) -> bool:
+        """Keep since when it runs, and with its share; return whether it still runs with that."""
+        return self._change(
+            experiment,
+            started_at=experiment.started_at,
+            share=experiment.share,
+            share_since=experiment.share_since,
+        )
+
     def end(self, experiment: Experiment, state: State, reason: str) -> bool:
         """End the experiment; return False where somebody else had ended it."""
         return self._change(experiment, state=state, reason=reason, ended_at=now())

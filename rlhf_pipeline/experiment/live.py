@@ -327,6 +327,7 @@ def look(
     champion = ledger.champion(experiment.agent_id)
     arms, steps = measured(book.database, experiment, settings)
     at = now()
+    experiment = _from_now_on(book, experiment, at)
     verdict = decide(
         arms,
         steps,
@@ -366,6 +367,25 @@ def look(
         return verdict, outcome.words
     book.end(experiment, ENDS[verdict.action], why)
     return verdict, f"version {experiment.champion} stays: {why}"
+
+
+def _from_now_on(book: ExperimentBook, experiment: Experiment, at: datetime) -> Experiment:
+    """Return the experiment, dated at this look where a clock that was ahead has dated it.
+
+    It would go on as it stands until that moment has come, and keep the agent's turns waiting.
+    """
+
+    def of_a_right_clock(moment: datetime) -> datetime:
+        return at if moment > at + CLOCKS_APART else moment
+
+    dated = replace(
+        experiment,
+        started_at=of_a_right_clock(experiment.started_at),
+        share_since=of_a_right_clock(experiment.share_since),
+    )
+    if dated != experiment:
+        book.date(dated)
+    return dated
 
 
 def _other_champion(

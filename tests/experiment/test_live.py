@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from rlhf_pipeline.config import ExperimentSettings, load_settings
 from rlhf_pipeline.database import Database, interactions
 from rlhf_pipeline.errors import ConfigError, ExperimentError, RegistryError
+from rlhf_pipeline.experiment import live
 from rlhf_pipeline.experiment.assignment import Arm, arm_of
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.experiment.decision import GUARDRAILS
@@ -751,6 +752,49 @@ def test_a_champion_that_a_clock_ahead_dates_after_the_look_ends_no_experiment(
     experiment = book.start(AGENT, champion=0, challenger=2, share=0.5, actor="test")
     look(book, ledger, experiment, SETTINGS)
     assert book.running(AGENT) == experiment
+
+
+def test_an_experiment_begun_under_a_clock_ahead_counts_from_the_first_look(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    begun, ahead = now(), timedelta(days=20)
+    with patch("rlhf_pipeline.experiment.book.now", lambda: begun + ahead):
+        book, experiment = begin(store, 0.1)
+    meet(store, experiment, range(60), likes=(0.6, 0.6))  # six or so meet the challenger
+    settings = SETTINGS.model_copy(update={"users_per_step": 30, "days": 12})
+
+    def looked(days: float) -> str:
+        running, at = book.running(AGENT), begun + timedelta(days=days)
+        assert running is not None
+        with (
+            patch("rlhf_pipeline.experiment.live.now", lambda: at),
+            patch("rlhf_pipeline.experiment.book.now", lambda: at),
+        ):
+            return look(book, ledger, running, settings)[1]
+
+    assert "goes on at 10%" in looked(1)
+    [dated] = book.history(AGENT)
+    assert dated.started_at == dated.share_since == begun + timedelta(days=1)
+    assert "goes on at 10%" in looked(3.9)
+    assert looked(4) == "ramped from 10% to 50%"  # two steps share half the days
+    looked(13.1)
+    [ended] = book.history(AGENT)
+    assert ended.state != "running"
+
+
+def test_a_step_taken_under_a_clock_ahead_counts_from_the_first_look_and_the_rest_as_it_was(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.1)
+    with patch("rlhf_pipeline.experiment.book.now", lambda: now() + timedelta(days=20)):
+        book.ramp(experiment, 0.5)
+    running = book.running(AGENT)
+    assert running is not None
+    at = running.share_since - live.CLOCKS_APART  # another machine's clock may be so far ahead
+    for moment, since in ((at, running.share_since), (at - timedelta(seconds=1),) * 2):
+        with patch("rlhf_pipeline.experiment.live.now", lambda moment=moment: moment):
+            look(book, ledger, running, SETTINGS.model_copy(update={"days": 30}))
+        assert book.running(AGENT) == replace(running, share_since=since)
 
 
 def test_the_one_that_runs_is_shown_before_one_that_a_clock_ahead_dated(
