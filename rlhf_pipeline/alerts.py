@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from rlhf_pipeline.continuous import is_young
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.experiment.watch import WATCH, is_trouble
+from rlhf_pipeline.feedback.claims import AHEAD
 from rlhf_pipeline.overview import HUNDREDTH
 from rlhf_pipeline.registry.models import cached_folder
 
@@ -128,7 +130,7 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
     for standing in overview.standings:
         number, agent_id = standing.version, overview.agent_id
         waits = "challenger" in standing.roles and number != met
-        if waits and at - standing.created_at > DECIDED:
+        if waits and not is_young(at - standing.created_at, DECIDED):
             alert(
                 "version_waits",
                 f"version {number} passed the gate and waits for a person: `rlhf promote {number} "
@@ -139,7 +141,9 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
     is_on = settings.training.enabled and learns.enabled and overview.paused is None
     if could is not None and enough and is_on:
         if experiment is not None:  # no turn starts beside one that runs
-            could = max(could, experiment.ended_at or at)
+            ended = experiment.ended_at or at
+            # Of one that a clock far ahead dated nobody knows when it ended.
+            could = max(could, ended) if ended <= at + AHEAD else could
         if at - could > timedelta(days=rules.overdue_days):
             last = overview.last_turn
             began = f"{(at - last.created_at).days} days ago" if last else "never"

@@ -21,7 +21,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.evaluation.facts import DRIFT, SUPPORT
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, Look
 from rlhf_pipeline.experiment.watch import Failures, failures, its_time, made_champion
-from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.feedback.claims import AHEAD, Claim, ClaimBook
 from rlhf_pipeline.feedback.store import ON_A_SCALE, on_scale
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import now
@@ -50,7 +50,7 @@ class Votes:
     by_kind: Mapping[str, Sequence[int]]  # one number a day
     voters: int  # people who signed; a model's or a program's votes are nobody's
     top_share: float | None  # of people's signed votes, by the busiest hundredth, or one of fewer
-    newest_at: datetime | None
+    newest_at: datetime | None  # of those that no clock far ahead dated
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +175,17 @@ def _votes(database: db.Database, agent_id: str) -> Votes:
     moment = newest.c.received_at
     in_utc = moment if database.is_sqlite else sa.func.timezone("UTC", moment)
     day = sa.func.date(in_utc, type_=sa.Date)
-    counts = sa.select(newest.c.kind, day, sa.func.count(), sa.func.max(moment))
+    # Of one that a clock far ahead dated nobody knows when it came.
+    last_known = sa.func.max(moment).filter(moment <= now() + AHEAD)
+    counts = sa.select(newest.c.kind, day, sa.func.count(), last_known)
     signed = sa.select(sa.func.count()).where(
         newest.c.rater_id.is_not(None), newest.c.source == "human"
     )
     counted, newest_at, oldest = 0, None, None
     with database.read() as connection:
         for kind, came, n, last in connection.execute(counts.group_by(newest.c.kind, day)):
-            counted, newest_at = counted + n, max(last, newest_at or last)
+            counted += n
+            newest_at = max(filter(None, (last, newest_at)), default=None)
             oldest = min(came, oldest or came)
             if (at := place.get(came)) is not None:
                 by_kind[kind][at] += n
@@ -295,7 +298,8 @@ def _newest_answers(database: db.Database, agent_id: str) -> tuple[Waits | None,
     i = db.interactions.c
     query = (
         sa.select(i.latency_seconds, i.user_id, i.sampling["network"].as_string())
-        .where(i.agent_id == agent_id)
+        # What a clock far ahead dated would be the newest until that moment has come.
+        .where(i.agent_id == agent_id, i.created_at <= now() + AHEAD)
         .order_by(i.created_at.desc())
         .limit(NEWEST_ANSWERS)
     )
@@ -312,7 +316,9 @@ def _newest_answers(database: db.Database, agent_id: str) -> tuple[Waits | None,
 
 def _of_snapshot(database: db.Database, agent_id: str, name: str) -> Mapping[str, Any] | None:
     s = db.snapshots.c
-    query = sa.select(s.path).where(s.agent_id == agent_id).order_by(s.created_at.desc()).limit(1)
+    # Its votes tell which is the newest: a clock that was ahead may have dated another later.
+    newest = s.watermark.desc(), s.created_at.desc()
+    query = sa.select(s.path).where(s.agent_id == agent_id).order_by(*newest).limit(1)
     with database.read() as connection:
         path = connection.execute(query).scalar()
     report = Path(path).parent / name if path else None

@@ -130,6 +130,16 @@ def test_a_version_that_waits_comes_with_the_way_to_decide() -> None:
     ]
 
 
+def test_a_moment_that_a_clock_far_ahead_dated_keeps_no_alert_back() -> None:
+    for ahead, told in ((HOUR / 2, []), (20 * DAY, ["version_waits"])):
+        waiting = replace(WAITING[0], created_at=AT + ahead)
+        assert names(replace(CALM, standings=[waiting, *WAITING[1:]])) == told
+    old = replace(CALM, enough_since=AT - 14 * DAY)
+    for ahead, told in ((HOUR / 2, []), (20 * DAY, ["reward_model_stale"])):
+        ended = replace(RUNNING, state="stopped", ended_at=AT + ahead)
+        assert names(replace(old, experiment=ended)) == told
+
+
 def test_no_turn_is_overdue_that_an_experiment_keeps_from_starting() -> None:
     old = replace(CALM, enough_since=AT - 14 * DAY)
     assert names(replace(old, experiment=RUNNING)) == []

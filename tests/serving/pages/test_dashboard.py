@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,9 +21,12 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.config import AlertSettings, Settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import ConfigError, RegistryError
+from rlhf_pipeline.evaluation.facts import DRIFT
 from rlhf_pipeline.experiment.book import ExperimentBook
-from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.claims import AHEAD, Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.files import write_json
 from rlhf_pipeline.overview import DAYS, Standing, Votes, Waits, overview
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt
 from rlhf_pipeline.registry.ledger import PromotionLedger
@@ -234,6 +238,50 @@ def test_votes_are_counted_by_the_day_in_utc(
     monkeypatch.setattr("rlhf_pipeline.overview.NEWEST_VOTES", 2)  # yesterday's are not all read
     found = overview(store, PromotionLedger(any_database), "tea").votes
     assert (found.days, found.by_kind) == ([midnight.date()], {"thumbs": [1]})
+
+
+def test_votes_and_answers_that_a_clock_far_ahead_dated_are_not_the_newest(
+    any_database: Database,
+) -> None:
+    store, at = FeedbackStore(any_database), now()
+    offsets = [-timedelta(days=4), -timedelta(days=3), AHEAD / 2, timedelta(days=20)]
+
+    def newest() -> datetime | None:
+        return overview(store, PromotionLedger(any_database), "tea").votes.newest_at
+
+    for n in range(len(offsets)):
+        vote = Feedback("tea", FeedbackKind.thumbs, str(n), prompt=user_prompt("hi"), number=1.0)
+        store.append([replace(vote, completion=str(n))])
+    f = db.feedback
+    with any_database.write() as connection:
+        for n, offset in enumerate(offsets):
+            one = f.update().where(f.c.idempotency_key == str(n))
+            connection.execute(one.values(received_at=at + offset))
+    assert newest() == at + AHEAD / 2  # as another machine's clock may date it
+    for key, left in (("2", at - timedelta(days=3)), ("1", at - timedelta(days=4)), ("0", None)):
+        with any_database.write() as connection:
+            connection.execute(f.delete().where(f.c.idempotency_key == key))
+        assert newest() == left
+
+    def answer(n: int, offset: timedelta) -> Interaction:
+        made = Interaction(f"i{n}", "tea", user_prompt("hi"), "ho", 0, at + offset)
+        return replace(made, latency_seconds=float(n))
+
+    store.add_interactions([answer(n, offset) for n, offset in enumerate(offsets)])
+    waits = overview(store, PromotionLedger(any_database), "tea").waits
+    assert waits == Waits(answers=3, median=1.0, late=2.0)
+
+
+def test_the_newest_snapshot_is_that_of_the_newest_votes_whatever_the_clock_said(
+    store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
+) -> None:
+    newest = snapshot.newest_seq(store.database, "tea")
+    for watermark, ahead in ((newest - 1, timedelta(days=20)), (newest, timedelta())):
+        place = tmp_path / str(watermark) / snapshot.FILE
+        with patch("rlhf_pipeline.feedback.snapshot.now", lambda ahead=ahead: now() + ahead):
+            snapshot.take(store.database, "tea", watermark, place)
+        write_json(place.parent / DRIFT, {"of": watermark})
+    assert overview(store, ledger, "tea").drift == {"of": newest}
 
 
 def rows_for_alerts(store: FeedbackStore, ledger: PromotionLedger) -> int:
