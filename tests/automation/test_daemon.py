@@ -12,7 +12,11 @@ from unittest.mock import patch
 import dagster as dg
 import psutil
 import pytest
-from dagster._core.scheduler.instigation import SensorInstigatorData
+from dagster._core.scheduler.instigation import (
+    InstigatorState,
+    ScheduleInstigatorData,
+    SensorInstigatorData,
+)
 
 from automation import processes
 from resources.pipeline import AGENT, ASKED_BY, Pipeline
@@ -139,6 +143,28 @@ def test_sensors_go_on_after_the_clock_was_set_back_by_an_hour(unattended: Unatt
 
     asked_often = {"enough_new_feedback", "live_experiments", "dead_runs"}
     unattended.wait("the sensors' next ticks", lambda: asked_often <= ticked(), 90)
+
+
+def test_schedules_go_on_after_a_clock_far_ahead_was_set_right(unattended: Unattended) -> None:
+    """Dagster's scheduler brings what is dated so to its own look, which comes each minute."""
+    ahead = time.time() + 20 * 86_400
+
+    def dated() -> list[tuple[InstigatorState, ScheduleInstigatorData]]:
+        states = unattended.instance.all_instigator_state()
+        return [
+            (s, d) for s in states if isinstance(d := s.instigator_data, ScheduleInstigatorData)
+        ]
+
+    unattended.wait("a first look", lambda: len(dated()) > 0, 90)
+    for state, data in dated():
+        data = data._replace(start_timestamp=ahead, last_iteration_timestamp=ahead)
+        unattended.instance.update_instigator_state(state.with_data(data))
+
+    def gone_on() -> bool:
+        moments = [(d.start_timestamp, d.last_iteration_timestamp) for _, d in dated()]
+        return all(moment is not None and moment < ahead for two in moments for moment in two)
+
+    unattended.wait("the schedules to go on", gone_on, 90)
 
 
 def test_a_run_killed_with_its_process_is_found_and_brought_to_its_verdict(
