@@ -37,6 +37,8 @@ TAG_CHARACTERS = 4000  # MLflow takes 5000 in a run's tag
 NAME_CHARACTERS = 200  # MLflow takes 250 in a parameter's name
 # No slash, which MLflow takes as well, as of a path: not twice, nor at an end.
 KEPT_IN_NAMES = re.compile(r"[\w.\- :]+")
+# Tables in which MLflow's migrations leave a row.
+WRITTEN_AS_MADE = {"alembic_version", "workspaces"}
 
 QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -114,12 +116,54 @@ def _without_parameters(context: sa.ExceptionContext) -> None:
 
 
 def _open_embedded(tracking_uri: str) -> Any:
-    """Return a client whose database has all its tables; MLflow makes them in four seconds."""
+    """Return a client whose database has all its tables."""
     from mlflow import MlflowClient
 
+    _make_tables(tracking_uri)
     client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
     client.search_registered_models(max_results=1)  # the registry opens its store lazily
     return client
+
+
+def _make_tables(tracking_uri: str) -> None:
+    """Bring MLflow's tables up to its release; what cuts that short, the next look goes on with.
+
+    Where MLflow 3.17 does so by itself, every statement is a transaction of its own: SQLite's
+    driver begins none before one that changes tables. What a kill among them leaves, MLflow refuses
+    ever after, as a table that is there already. Here each migration is one transaction, and what
+    was left so is made anew where nothing was ever written to it.
+    """
+    from alembic.script import ScriptDirectory
+    from mlflow.store.db import utils
+
+    engine = sa.create_engine(tracking_uri, poolclass=sa.NullPool)
+
+    @sa.event.listens_for(engine, "connect")
+    def _begin_nothing(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # the driver's; _begin does
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    migrations = ScriptDirectory.from_config(utils._get_alembic_config(tracking_uri))
+    _, *older = [each.revision for each in migrations.walk_revisions()]
+    found = utils._get_schema_version(engine)
+    if found is None or found in older:  # a newer release's, MLflow refuses in its own words
+        _drop_if_empty(engine)
+        utils._initialize_tables(engine)
+
+
+def _drop_if_empty(engine: sa.Engine) -> None:
+    """Drop every table where none holds a row but those that MLflow's migrations write."""
+    with engine.begin() as connection:
+        tables = [sa.Table(n, sa.MetaData()) for n in sa.inspect(connection).get_table_names()]
+        for table in tables:
+            holds = sa.select(sa.exists().select_from(table))
+            if table.name not in WRITTEN_AS_MADE and connection.scalar(holds):
+                return
+        for table in tables:
+            table.drop(connection)
 
 
 @contextmanager

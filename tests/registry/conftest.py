@@ -1,4 +1,4 @@
-"""One embedded MLflow for the whole folder: making its database takes four seconds."""
+"""One embedded MLflow for the whole folder: making its database takes some seconds."""
 
 from __future__ import annotations
 

@@ -6,8 +6,13 @@ import errno
 import json
 import math
 import shutil
-from collections.abc import Callable
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -16,8 +21,14 @@ from unittest.mock import Mock
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
+from mlflow.store.db.utils import (
+    _get_alembic_config,
+    _get_latest_schema_revision,
+    _initialize_tables,
+)
 
 from rlhf_pipeline.database import model_versions
 from rlhf_pipeline.errors import ClaimLost, HashMismatch, RegistryAway, RegistryError
@@ -28,6 +39,7 @@ from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.models import PROJECTED, ModelRegistry, model_name
 from rlhf_pipeline.registry.tracking import Ended, open_client
 
+ROOT = Path(__file__).parents[2]
 PASSED = {"passed": True, "results": []}
 REFUSED = {
     "passed": False,
@@ -831,3 +843,93 @@ def test_a_process_goes_on_when_mlflows_database_is_replaced(
     file.unlink()  # as a person does who has no backup: the next look makes the tables
     open_client(uri).create_registered_model(model_name(agent))
     assert file.stat().st_size
+
+
+def test_mlflows_tables_are_made_to_the_end_after_a_kill_among_them(tmp_path: Path) -> None:
+    file = tmp_path / "mlflow.db"
+    code = (
+        "import os, sys; import sqlalchemy as sa\n"
+        "from rlhf_pipeline.registry.tracking import open_client\n"
+        "@sa.event.listens_for(sa.Engine, 'after_cursor_execute')\n"
+        "def kill(connection, cursor, statement, *_):\n"
+        "    if 'CREATE TABLE _alembic_tmp_latest_metrics' in statement: os.kill(os.getpid(), 9)\n"
+        "open_client(sys.argv[1])"
+    )
+    command = [sys.executable, "-c", code, sqlite_url(file)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
+    assert file.stat().st_size
+    open_client(sqlite_url(file)).create_registered_model("made")
+    assert revision(file) == _get_latest_schema_revision()
+
+
+@pytest.mark.parametrize("after", ["TABLE _alembic_tmp_metrics", "TABLE job_locks"])
+def test_tables_of_mlflows_that_an_earlier_release_left_half_made_are_made_anew(
+    after: str, tmp_path: Path
+) -> None:
+    file = left_half_made(tmp_path / "mlflow.db", after)
+    open_client(sqlite_url(file)).create_registered_model("made")
+    assert revision(file) == _get_latest_schema_revision()
+
+
+def test_tables_of_mlflows_left_half_made_that_hold_something_are_left_alone(
+    tmp_path: Path,
+) -> None:
+    file = left_half_made(tmp_path / "mlflow.db", "TABLE _alembic_tmp_metrics")
+    with closing(sqlite3.connect(file, isolation_level=None)) as connection:
+        names = "key, value, timestamp, run_uuid, step"
+        connection.execute(
+            f"INSERT INTO _alembic_tmp_metrics ({names}) VALUES ('loss', 0.5, 1, 'a', 1)"
+        )
+    with pytest.raises(sa.exc.OperationalError, match="duplicate column name: step"):
+        open_client(sqlite_url(file))
+    with closing(sqlite3.connect(file)) as connection:
+        assert connection.execute("SELECT value FROM _alembic_tmp_metrics").fetchall() == [(0.5,)]
+
+
+def test_a_database_of_an_earlier_mlflow_is_upgraded_with_what_it_holds(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    origin, file = sqlite_path(registry.tracking_uri), tmp_path / "mlflow.db"
+    assert origin is not None
+    shutil.copy(origin, file)
+    engine = sa.create_engine(sqlite_url(file), poolclass=sa.NullPool)
+    config = _get_alembic_config(sqlite_url(file))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "-1")
+    assert revision(file) != _get_latest_schema_revision()
+    with cut_short("TABLE job_locks"):
+        open_client(sqlite_url(file))
+    assert open_client(sqlite_url(file)).get_registered_model(model_name(agent))
+    assert revision(file) == _get_latest_schema_revision()
+
+
+def left_half_made(file: Path, after: str) -> Path:
+    """Make MLflow's tables as its own clients do, up to a statement that says this."""
+    engine = sa.create_engine(sqlite_url(file), poolclass=sa.NullPool)
+    with cut_short(after):
+        _initialize_tables(engine)
+    assert file.stat().st_size
+    return file
+
+
+@contextmanager
+def cut_short(after: str) -> Iterator[None]:
+    """Let the block fail after a statement that says this, as on a disk that fills."""
+
+    def fail(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if after in statement:
+            raise RuntimeError("cut short")
+
+    sa.event.listen(sa.Engine, "after_cursor_execute", fail)
+    try:
+        with pytest.raises(RuntimeError, match="cut short"):
+            yield
+    finally:
+        sa.event.remove(sa.Engine, "after_cursor_execute", fail)
+
+
+def revision(file: Path) -> Any:
+    with closing(sqlite3.connect(file)) as connection:
+        [(found,)] = connection.execute("SELECT version_num FROM alembic_version")
+    return found

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,21 @@ def test_a_folder_that_it_makes_is_its_owners_alone(tmp_path: Path) -> None:
     start = [str(ROOT / "mlflow" / "start"), str(state)]
     subprocess.run(start, env=os.environ | {"PYTHON": "true"}, check=True)
     assert state.stat().st_mode & 0o777 == 0o700
+
+
+def test_tables_that_were_left_half_made_are_whole_before_the_server_starts(tmp_path: Path) -> None:
+    file = tmp_path / "mlflow" / "mlflow.db"
+    file.parent.mkdir()
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("CREATE TABLE registered_model_tags (name VARCHAR(256))")
+    python = tmp_path / "python"  # starts no server
+    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] || exec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    start = [str(ROOT / "mlflow" / "start"), str(tmp_path)]
+    subprocess.run(start, env=os.environ | {"PYTHON": str(python)}, check=True)
+    with closing(sqlite3.connect(file)) as connection:
+        assert connection.execute("SELECT version_num FROM alembic_version").fetchall()
+        assert connection.execute("SELECT name FROM experiments").fetchall() == [("Default",)]
 
 
 def answers(url: str) -> bool:
