@@ -76,14 +76,14 @@ def prepare_home(state_dir: Path) -> Path:
 
 
 def _make_databases(home: Path) -> None:
-    """Make Dagster's databases where there are none, and the pool's row in them.
+    """Make Dagster's databases where they are not whole, and the pool's row in them.
 
     What two processes leave that make them at once may be beyond mending: two heads of the
     migrations, which every later one refuses. And a pool that has no row yet, Dagster's queue holds
     nobody back for: it reads the rows first and makes those that were missing after.
     """
-    last = home / "schedules" / "schedules.db"
-    if last.exists():
+    made = home / "schedules" / "made"  # a database is there before its tables are
+    if made.exists():
         return
     import dagster as dg
 
@@ -91,9 +91,20 @@ def _make_databases(home: Path) -> None:
 
     with (home / "made.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        if not last.exists():
+        if not made.exists():
             with dg.DagsterInstance.get() as instance:
-                instance.event_log_storage.initialize_concurrency_limit_to_default(GPU)
+                # What a kill cut short Dagster takes for made, by a file or by a first table.
+                schedules, events = instance.schedule_storage, instance.event_log_storage
+                assert schedules is not None  # by dagster.yaml
+                for storage in (instance.run_storage, schedules):
+                    storage.migrate()
+                    storage.optimize()
+                events.reindex_events()
+                events.reindex_assets()
+                if GPU not in {pool.name for pool in events.get_pool_limits()}:  # a person's stays
+                    events.initialize_concurrency_limit_to_default(GPU)
+            made.parent.mkdir(exist_ok=True)  # none of them lies there where PostgreSQL has them
+            made.touch()
 
 
 def start(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import signal
@@ -101,6 +102,77 @@ def test_two_commands_in_one_moment_make_dagsters_databases_once(tmp_path: Path)
     assert [command.communicate(timeout=60)[1] for command in commands] == ["", ""]
     assert [command.returncode for command in commands] == [0, 0]
     assert heads(tmp_path / "state" / "dagster") == [1, 1, 1]
+
+
+KILLED_BEFORE = {  # in Dagster's order: which database, and what the statement begins with
+    "runs": ("runs.db", "INSERT INTO alembic_version"),
+    "events": ("index.db", "PRAGMA"),
+    "schedules": ("schedules.db", "INSERT INTO alembic_version"),
+    "pool": ("index.db", "INSERT INTO concurrency_limits"),
+}
+
+
+def test_dagsters_databases_are_made_to_the_end_after_a_kill_among_them(
+    tmp_path: Path, environment: None
+) -> None:
+    code = (
+        "import json, os, sys; from pathlib import Path; import dagster, assets.common\n"
+        "import sqlalchemy as sa; from automation.processes import prepare_home\n"
+        "def kill(connection, cursor, statement, *_):\n"
+        "    if connection.engine.url.database.endswith(file) and statement.startswith(begins):\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "sa.event.listen(sa.Engine, 'before_cursor_execute', kill)\n"
+        "for name, (file, begins) in json.loads(sys.argv[2]).items():\n"
+        "    if not (child := os.fork()): os._exit(bool(prepare_home(Path(sys.argv[1]) / name)))\n"
+        "    assert os.waitpid(child, 0)[1] == 9, name"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), json.dumps(KILLED_BEFORE)]
+    subprocess.run(command, cwd=processes.ROOT, check=True)
+    whole = marks(processes.prepare_home(tmp_path / "whole"))
+    for name in KILLED_BEFORE:
+        home = processes.prepare_home(tmp_path / name)
+        assert heads(home) == [1, 1, 1], name
+        assert marks(home) == whole, name
+        with dg.DagsterInstance.from_config(str(home)) as instance:
+            instance.add_dynamic_partitions("agents", ["tea"])
+            assert [each.name for each in instance.event_log_storage.get_pool_limits()] == [GPU]
+
+
+def marks(home: Path) -> dict[str, set[str]]:
+    """Return what each of Dagster's databases says is done in it."""
+    found = {}
+    for path in home.rglob("*.db"):
+        with closing(sqlite3.connect(path)) as connection:
+            rows = connection.execute("SELECT name FROM secondary_indexes").fetchall()
+            found[path.name] = {name for (name,) in rows}
+    return found
+
+
+def test_dagsters_databases_may_lie_elsewhere(
+    tmp_path: Path, environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the guide to PostgreSQL has them, by lines of one's own in dagster.yaml."""
+    usual = (processes.ROOT / "dagster.yaml").read_text(encoding="utf-8")
+    own = f"storage: {{sqlite: {{base_dir: {tmp_path / 'elsewhere'}}}}}\n"
+    (tmp_path / "dagster.yaml").write_text(f"{usual}\n{own}", encoding="utf-8")
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    for _ in range(2):
+        home = processes.prepare_home(tmp_path / "state")
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        assert [each.name for each in instance.event_log_storage.get_pool_limits()] == [GPU]
+    assert not [*home.rglob("*.db")]
+
+
+def test_a_home_of_an_earlier_release_keeps_what_it_has(tmp_path: Path, environment: None) -> None:
+    home = processes.prepare_home(tmp_path / "state")
+    (home / "schedules" / "made").unlink()
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        instance.event_log_storage.set_concurrency_slots(GPU, 2)  # as a person on the page
+        instance.add_dynamic_partitions("agents", ["tea"])
+    processes.prepare_home(tmp_path / "state")
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        assert [each.limit for each in instance.event_log_storage.get_pool_limits()] == [2]
+        assert instance.get_dynamic_partitions("agents") == ["tea"]
 
 
 def test_a_child_logs_to_a_file_of_its_own(tmp_path: Path) -> None:
