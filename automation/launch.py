@@ -9,8 +9,9 @@ import os
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -78,6 +79,7 @@ def _run(
         config["ops"] = {"feedback_snapshot": {"config": {"watermark": watermark, "again": again}}}
     claims = [c for c in history if c.fingerprint == mark]
     folder = settings.turn_folder(agent_id, mark, [c.state for c in claims].count("done"))
+    run_id = str(uuid.uuid4())  # as Dagster makes its own
     try:
         with looking(bars, folder):
             outcome = (
@@ -85,6 +87,7 @@ def _run(
                 .resolve_job_def(job)
                 .execute_in_process(
                     instance=instance,
+                    run_id=run_id,
                     partition_key=agent_id,
                     tags={ASKED_BY: "person"},
                     run_config=config,
@@ -92,15 +95,18 @@ def _run(
                 )
             )
     except Exception as error:  # Dagster's own, that it could not store what the run came to
-        since = pipeline.claims.history(agent_id)[len(history) :]
-        if not is_foreseen(error) or not since or since[-1].reason is None:
+        claim = pipeline.claims.of_holder(run_id)
+        if claim is not None and claim.state == "held":
+            with suppress(Exception):  # the store may lie on the same full disk: its lease runs out
+                pipeline.end_without_verdict(claim, told_of(error), "FAILED")
+        if not is_foreseen(error) or claim is None or claim.reason is None:
             raise
         raise PipelineError(
-            f"{job} of {agent_id} failed: {since[-1].reason}; and Dagster could not store that: "
+            f"{job} of {agent_id} failed: {claim.reason}; and Dagster could not store that: "
             f"{told_of(error)}"
         ) from error
     if not outcome.success:
-        claim = pipeline.claims.of_holder(outcome.run_id)
+        claim = pipeline.claims.of_holder(run_id)
         if claim is not None and claim.state == "held":
             # Ctrl-C: of that Dagster tells no hook, which would let the claim go.
             pipeline.end_without_verdict(claim, "interrupted", "KILLED")

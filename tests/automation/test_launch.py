@@ -1,5 +1,6 @@
 """`make train AGENT=name` where no turn comes of it: a line says why and what to do."""
 
+import errno
 import os
 import shutil
 import signal
@@ -122,14 +123,18 @@ def test_a_turn_that_ctrl_c_ended_holds_its_claim_no_longer(
     pipeline.database.close()
 
 
-@pytest.mark.parametrize("why", ["step reward_model failed: make room there", None])
+@pytest.mark.parametrize(
+    ("why", "is_store_full"),
+    [("step reward_model failed: make room there", False), (None, False), (None, True)],
+)
 def test_a_run_that_dagster_could_not_store_is_a_line_with_why_it_failed(
     why: str | None,
+    is_store_full: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As on a full disk: the run is over, and its storage takes no event."""
+    """As on a full disk: the run is over, and its storage takes no event, nor the store an end."""
     monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path / "state"))
     home = processes.prepare_home(tmp_path / "state")
     pipeline = Pipeline()
@@ -141,6 +146,11 @@ def test_a_run_that_dagster_could_not_store_is_a_line_with_why_it_failed(
         if why is not None:
             pipeline.claims.finish(claim.token, "failed", why)
         shutil.rmtree(home / "history")
+        if is_store_full:
+            monkeypatch.setattr(ClaimBook, "finish", full)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     @dg.job(name=bootstrap.name, partitions_def=dg.DynamicPartitionsDefinition(name="agents"))
     def a_turn() -> None:
@@ -161,6 +171,12 @@ def test_a_run_that_dagster_could_not_store_is_a_line_with_why_it_failed(
     assert line.endswith("unable to open database file")
     if why is not None:
         assert line.startswith(f"error: bootstrap of tea failed: {why}; and Dagster could not")
+    [claim] = pipeline.claims.history("tea")
+    if is_store_full:
+        assert claim.state == "held"  # until its lease runs out
+    else:
+        assert claim.reason == (why or line.removeprefix("error: "))
+        pipeline.claims.claim("tea", "f" * 64, 1, holder="the next", asked_by="person")
     pipeline.database.close()
 
 
