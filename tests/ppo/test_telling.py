@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import mmap
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,8 +191,10 @@ def test_freed_memory_goes_back_between_phases(
 def test_the_peak_of_resident_memory_counts_from_where_it_was_forgotten() -> None:
     memory.forget_peak()
     before, _ = memory.resident_memory()
-    block = torch.ones(2**24)  # 64 MiB: more than glibc ever keeps in its heap
-    del block
+    # Mapped by itself: glibc would take it from what is free in its heap, and keep it there.
+    with mmap.mmap(-1, 2**26) as block:
+        for page in range(0, len(block), mmap.PAGESIZE):
+            block[page] = 1
     assert memory.resident_memory()[1] - before > 48 * 2**20
     memory.forget_peak()
     assert memory.resident_memory()[1] - before < 48 * 2**20
