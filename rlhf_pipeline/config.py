@@ -1371,8 +1371,8 @@ def shown(settings: Settings) -> dict[str, Any]:
     return values
 
 
-def models_named(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each setting that names a model, and what it says: of a recipe as plain values.
+def models_named(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Return what each setting says that names a model, of a recipe as plain values.
 
     What is named may be a folder, or a hub id, a function or an address.
     """
@@ -1384,7 +1384,7 @@ def models_named(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     }
     for name, one in reward.get("functions", {}).items():
         named[f"reward.functions.{name}"] = one.get("function") or name
-    yield from ((name, said) for name, said in named.items() if said)
+    return {name: said for name, said in named.items() if said}
 
 
 def unlike_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def _began_from(version: ModelVersion, earlier: ModelVersion) -> bool:
     places = [lineage[name] for name in ("started_from", "baseline") if lineage.get(name)]
     turns = [lineage["previous"]] if lineage.get("previous") else []
     # And turns whose models its recipe names: .../turns/TURN/reward, or a folder in there.
-    named = [Path(place).parts for _, place in models_named(lineage.get("recipe", {}))]
+    named = [Path(place).parts for place in models_named(lineage.get("recipe", {})).values()]
     turns += [parts[parts.index("turns") + 1] for parts in named if "turns" in parts[:-1]]
     places += [Path(turn, "ppo", "policy") for turn in turns]
     # The end of the path, as the state folder may have been elsewhere on that day.

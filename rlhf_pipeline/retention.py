@@ -244,12 +244,12 @@ def _named(
             anywhere = Path("/")
             found[anywhere] = f"the recipe of {agent_id} does not load, and may name them"
             continue
-        for name, place in models_named(settings.model_dump(mode="json")):
+        for name, place in models_named(settings.model_dump(mode="json")).items():
             folder = (RECIPES.parent / place).resolve()
             found.setdefault(folder, f"the recipe of {agent_id} names them ({name})")
         for version in ledger.versions(agent_id):
             recipe = version.lineage.get("recipe", {})
-            for name, place in models_named(recipe):
+            for name, place in models_named(recipe).items():
                 folder = moved(place, str(recipe["state_dir"]), settings)
                 folder = (RECIPES.parent / folder).resolve()
                 why = f"version {version.version} of {agent_id} was trained by them ({name})"

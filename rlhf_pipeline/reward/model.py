@@ -66,7 +66,7 @@ from rlhf_pipeline.policy.sampling import (
     trunk_of,
 )
 from rlhf_pipeline.records import Prompt, RewardFunction, RewardInput, hashed
-from rlhf_pipeline.reward import HEAD, SETTINGS, TRUNK
+from rlhf_pipeline.reward import HEAD, SETTINGS, TRUNK, missing_from
 from rlhf_pipeline.reward.calibration import Confidence
 from rlhf_pipeline.reward.ensemble import EnsembleScores
 from rlhf_pipeline.reward.functions import CheckedReward
@@ -413,8 +413,7 @@ def load_reward_model(
     do not fit together.
     """
     root = Path(directory)
-    missing = [name for name in (TRUNK, HEAD, SETTINGS) if not (root / name).exists()]
-    if missing:
+    if missing := missing_from(root):
         raise ModelError(
             f"a reward model is needed at {root}, found no {', '.join(missing)}; train one with "
             "train_reward_model or correct the path"

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import RewardFunction, hashed
-from rlhf_pipeline.reward import HEAD, SETTINGS, TRUNK
+from rlhf_pipeline.reward import missing_from
 from rlhf_pipeline.reward.composite import CompositeReward, Term
 from rlhf_pipeline.reward.functions import CheckedReward, as_reward
 from rlhf_pipeline.reward.judge import JudgeReward
@@ -105,10 +105,9 @@ def _check_folder(folder: str, options: Mapping[str, Any]) -> None:
             f"a reward model's folder takes no options, found {', '.join(options)} for {folder}; "
             "leave them out"
         )
-    lacks = [name for name in (SETTINGS, TRUNK, HEAD) if not (Path(folder) / name).exists()]
-    if lacks:
+    if missing := missing_from(Path(folder)):
         raise ModelError(
-            f"a reward model is needed at {folder}, found no {lacks[0]} in it; correct the path"
+            f"a reward model is needed at {folder}, found no {missing[-1]} in it; correct the path"
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import new_folder, read_json, write_json
 from rlhf_pipeline.records import PreferencePair, RewardFunction, RewardInput
-from rlhf_pipeline.reward import HEAD, RATERS, SETTINGS, TRUNK, WORST
+from rlhf_pipeline.reward import HEAD, RATERS, SETTINGS, TRUNK, WORST, missing_from
 from rlhf_pipeline.reward.calibration import hangs_on
 from rlhf_pipeline.reward.held_out import FEWEST, Measured, measured
 from rlhf_pipeline.reward.model import (
@@ -34,7 +34,7 @@ OTHERWISE = "the earlier model is made otherwise"
 
 def is_whole(folder: Path) -> bool:
     """Say whether a reward model and its report are there; retention may have left the report."""
-    return all((folder / name).exists() for name in (TRUNK, HEAD, SETTINGS, REPORT))
+    return not missing_from(folder) and (folder / REPORT).exists()
 
 
 def accuracy_on(reward: RewardFunction, pairs: Sequence[PreferencePair]) -> Measured | None:

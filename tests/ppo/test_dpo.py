@@ -22,7 +22,7 @@ from rlhf_pipeline.ppo.dpo import _Watcher, dpo_rows, train_dpo
 from rlhf_pipeline.ppo.learner import build_learner
 from rlhf_pipeline.ppo.plots import draw_plots
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
-from rlhf_pipeline.records import PreferencePair
+from rlhf_pipeline.records import PreferencePair, ignore_progress
 from tests.policy.test_chat import plain_tokenizer
 from tests.policy.test_families import family_model
 from tests.ppo.world import PROMPTS, changed, lower_share, weights_of
@@ -47,6 +47,7 @@ def pairs(count: int, **changes: Any) -> list[PreferencePair]:
 
 
 def train(base: Path, folder: Path, rows: list[PreferencePair], **changes: Any) -> TrainingResult:
+    report = changes.pop("report", ignore_progress)
     given = {"learning_rate": 3e-3, "epochs": 4, "updates": 50, **changes}
     settings = changed(estimator="dpo", **given)
     return train_dpo(
@@ -58,6 +59,7 @@ def train(base: Path, folder: Path, rows: list[PreferencePair], **changes: Any) 
         watch_prompts=PROMPTS[:4],
         output_dir=folder,
         settings=settings,
+        report=report,
     )
 
 
@@ -137,22 +139,21 @@ def test_pairs_that_are_cut_off_before_they_differ_are_left_out(base: Path, tmp_
     long = QUIET * 40
     alike = pairs(8, chosen=f"{long} yes", rejected=f"{long} YES")
     heard: list[str] = []
-    settings = changed(estimator="dpo", updates=1, minibatches=4, rollouts_per_update=16, epochs=1)
-    run = partial(
-        train_dpo,
-        policy_dir=base,
-        reference_dir=base,
-        reward=lower_share,
-        stopping=lower_share,
-        watch_prompts=PROMPTS[:4],
-        output_dir=tmp_path,
-        settings=settings,
-        report=lambda facts: heard.append(str(facts.get("left out", ""))),
-    )
+
+    def run(rows: list[PreferencePair]) -> TrainingResult:
+        one_update = {"updates": 1, "minibatches": 4, "rollouts_per_update": 16, "epochs": 1}
+        return train(
+            base,
+            tmp_path,
+            rows,
+            report=lambda facts: heard.append(str(facts.get("left out", ""))),
+            **one_update,
+        )
+
     with pytest.raises(NotEnoughData, match=r"needs 4 pairs .* found 3 beside 8 whose sides are"):
-        run(pairs=[*pairs(3), *alike])
+        run([*pairs(3), *alike])
     heard.clear()
-    assert run(pairs=[*pairs(8), *alike]).history[0]["dpo/margin"] > 0
+    assert run([*pairs(8), *alike]).history[0]["dpo/margin"] > 0
     assert "8 pairs whose sides are the same up to policy.max_completion_tokens" in heard
 
 

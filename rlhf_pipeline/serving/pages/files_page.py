@@ -155,14 +155,12 @@ def _told(found: IngestSummary, agent_id: str) -> str:
         ("read", found.read, ""),
         ("stored", found.stored, ""),
         ("already known", found.known, "the same row was there before"),
-        *(
-            [("erased before", found.erased, "an erasure took it: it stays out")]
-            * (found.erased > 0)
-        ),
-        *(
-            (rule, n, f"{MEANINGS.get(Rule(rule), '')}; the first: {found.examples[rule]}")
-            for rule, n in found.quarantined.items()
-        ),
+    ]
+    if found.erased:
+        rows.append(("erased before", found.erased, "an erasure took it: it stays out"))
+    rows += [
+        (rule, n, f"{MEANINGS.get(Rule(rule), '')}; the first: {found.examples[rule]}")
+        for rule, n in found.quarantined.items()
     ]
     words = f'<h2 id="taken">Taken in for {inert(agent_id)}</h2>'
     return words + table(("", "rows", "why"), rows)
