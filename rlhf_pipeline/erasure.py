@@ -43,7 +43,7 @@ from rlhf_pipeline.files import (
     write_text,
 )
 from rlhf_pipeline.records import hashed, now
-from rlhf_pipeline.reward import RATERS, WORST
+from rlhf_pipeline.reward import RATERS, REPORT, WORST
 from rlhf_pipeline.topics import names_any, without_topics
 
 if TYPE_CHECKING:
@@ -393,7 +393,7 @@ def _clean_reports(agent: Path, topics: Collection[str]) -> int:
     The reports stand beside each model, and together in what their stage came to.
     """
     changed = 0
-    for path in sorted({*agent.rglob("report.json"), *agent.rglob("reward.json")}):
+    for path in sorted({*agent.rglob(REPORT), *agent.rglob("reward.json")}):
         before = read_json(path)
         after = without_topics(before, topics)
         if after != before:

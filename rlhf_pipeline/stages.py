@@ -41,7 +41,7 @@ from rlhf_pipeline.records import (
     SftExample,
     prompt_to_json,
 )
-from rlhf_pipeline.reward import TRUNK
+from rlhf_pipeline.reward import REPORT, TRUNK
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -280,7 +280,6 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     """
     from rlhf_pipeline.reward.judging import check_judge
     from rlhf_pipeline.reward.matched import by_prompt, judging_votes
-    from rlhf_pipeline.reward.reuse import REPORT
     from rlhf_pipeline.reward.training import train_reward_model
 
     settings = turn.settings
@@ -406,7 +405,6 @@ def _used_again(
     from rlhf_pipeline.reward.calibration import judged_by
     from rlhf_pipeline.reward.model import load_reward_model
     from rlhf_pipeline.reward.reuse import (
-        REPORT,
         accuracy_on,
         has_fallen,
         is_whole,

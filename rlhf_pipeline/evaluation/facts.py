@@ -14,13 +14,14 @@ from typing import Any
 from rlhf_pipeline.evaluation.report import APART
 from rlhf_pipeline.feedback.support import JUDGED_RATERS
 from rlhf_pipeline.files import read_json
+from rlhf_pipeline.reward import REPORT
 from rlhf_pipeline.reward.calibration import beyond_chance, highest_floor, judged_by
 
 FEWEST_PAIRS = 100  # below which the accuracy's 95 % interval is wider than 20 points
 DRIFT, SUPPORT = "drift.json", "support.json"  # in the turn's data folder
 DRIFT_PAGE = "drift.html"  # beside it, and in the folder drift of the turn's MLflow run
-REWARD_REPORT = Path("reward") / "gate" / "report.json"  # in a turn's work folder
-PROXY_REPORT = Path("reward") / "proxy" / "report.json"  # likewise
+REWARD_REPORT = Path("reward") / "gate" / REPORT  # in a turn's work folder
+PROXY_REPORT = Path("reward") / "proxy" / REPORT  # likewise
 
 
 def gate_facts(data: Path, work: Path, previous: Path | None) -> dict[str, float]:

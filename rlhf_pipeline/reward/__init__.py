@@ -7,6 +7,7 @@ FEWEST_MATCHED = 10  # liked answers, and as many disliked ones, that can where 
 TRUNK, HEAD = "trunk", "head.safetensors"  # a reward model's weights, in its folder
 SETTINGS = "reward_model.json"  # likewise: what it reads, and how
 WORST = "worst.json"  # likewise: the words of what it is most wrong about
+REPORT = "report.json"  # likewise: what it was found to be worth
 RATERS = "raters.json"  # likewise: whom it believed how far
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import new_folder, read_json, write_json
 from rlhf_pipeline.records import PreferencePair, RewardFunction, RewardInput
-from rlhf_pipeline.reward import HEAD, RATERS, SETTINGS, TRUNK, WORST, missing_from
+from rlhf_pipeline.reward import HEAD, RATERS, REPORT, SETTINGS, TRUNK, WORST, missing_from
 from rlhf_pipeline.reward.calibration import hangs_on
 from rlhf_pipeline.reward.held_out import FEWEST, Measured, measured
 from rlhf_pipeline.reward.model import (
@@ -28,7 +28,6 @@ from rlhf_pipeline.reward.model import (
     load_trunk,
 )
 
-REPORT = "report.json"
 OTHERWISE = "the earlier model is made otherwise"
 
 

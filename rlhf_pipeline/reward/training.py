@@ -27,7 +27,7 @@ from rlhf_pipeline.records import (
     RewardInput,
     ignore_progress,
 )
-from rlhf_pipeline.reward import RATERS, WORST
+from rlhf_pipeline.reward import RATERS, REPORT, WORST
 from rlhf_pipeline.reward.calibration import (
     Bin,
     Confidence,
@@ -342,10 +342,8 @@ def train_reward_model(
     with new_folder(output_dir) as folder:
         save_reward_model(model, tokenizer, folder, limits=limits, calibration=calibration)
         began = None if result.began_with is None else str(result.began_with)
-        write_json(
-            folder / "report.json",
-            {**asdict(result), "path": str(result.path), "began_with": began},
-        )
+        whole = {**asdict(result), "path": str(result.path), "began_with": began}
+        write_json(folder / REPORT, whole)
         write_json(folder / WORST, judge.in_words(findings.worst))
         plot_report(result, margins, folder)
         if (told := heard.to_json()) is not None:
