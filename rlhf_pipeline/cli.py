@@ -40,6 +40,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",  # paragraphs of a docstring flow
     pretty_exceptions_enable=False,
+    suggest_commands=False,  # click does
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 feedback_out = typer.Typer(

@@ -237,6 +237,10 @@ def test_a_wrong_command_line_is_another_code(rlhf: Run) -> None:
     named = ("explain", "1", "--agent", "tea", "--version", "2")
     assert "found version 1" in rlhf(*named, code=2).stderr
     rlhf("nonsense", code=2)
+    for typed, meant in ((("chatt",), "chat"), (("config", "shwo"), "show")):
+        told = rlhf(*typed, code=2).stderr
+        assert told.count("Did you mean") == 1
+        assert f"Did you mean '{meant}'" in told
     told = rlhf("train", "--agent", "tea", code=2).stderr
     assert "`make train AGENT=name` does it" in " ".join(told.replace("│", " ").split())
     rlhf("simulate", "--agent", "tea", "--events", "0", code=2)
