@@ -113,10 +113,11 @@ def run_all(base: Path, folder: Path) -> None:
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     write_json(folder / "held.json", look_at_a_spread_base(base, folder))
     os.environ["ACCELERATE_USE_FSDP"] = "false"
+    cut_short, options = folder / "interrupted", options_of("shared")
     try:
-        train(base, folder / "interrupted", RUNS["shared"], keep_going=interruption())
+        train(base, cut_short, RUNS["shared"], keep_going=interruption(), **options)
     except KeyboardInterrupt:
-        train(base, folder / "interrupted", RUNS["shared"])
+        train(base, cut_short, RUNS["shared"], **options)
 
 
 def look_at_a_spread_base(base: Path, folder: Path) -> dict[str, float]:
