@@ -2,13 +2,15 @@
 
 Each trial trains a policy from one turn's champion, with that turn's reward models and prompts, in
 a folder named by search and settings. What is known is kept in a journal beside them, so a search
-that was killed goes on: finished trials count, the one that ran resumes from its checkpoint. The
+that was killed goes on: finished trials count, the one that ran resumes from its checkpoint. Of a
+trial that has ended curves, samples and result stay, and no weights: nobody asks for them. The
 gate model is never asked: whoever chooses settings by it could not be judged by it any more.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.ppo.settings import PpoSettings
     from rlhf_pipeline.stages import Turn
 
+WEIGHTS = ("checkpoints", "policy")  # in a trial's folder
 SEARCHED = ("learning_rate", "kl_coef", "clip_range", "epochs")
 FACTOR = 10.0  # how far rates and weights may lie from the recipe's, either way
 CLIP_RANGE = (0.05, 0.4)
@@ -77,6 +80,7 @@ def search(
     folder, or where no trial ends well.
     """
     import optuna
+    from optuna.trial import TrialState
 
     from rlhf_pipeline.stages import check_memory
 
@@ -100,16 +104,18 @@ def search(
             study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5)
             asked = study.ask(_space(settings))
             chosen = replace(settings, **asked.params)
+            # Another turn's trial goes on nowhere here.
+            place, ended = folder / study.study_name / _name_of(chosen), TrialState.COMPLETE
             try:
-                place = folder / study.study_name  # another turn's trial goes on nowhere here
                 told = _train(turn, place, chosen, _naming(done + 1, report))
             except TrainingError as error:
-                asked.set_user_attr("failure", str(error))
-                study.tell(asked, state=optuna.trial.TrialState.FAIL)
-                continue
+                told, ended = {"failure": str(error)}, TrialState.FAIL
             for name, value in told.items():
                 asked.set_user_attr(name, value)
-            study.tell(asked, told["score"])
+            # Before it is told: killed in between, a trial trains again, and leaves none either.
+            for weights in WEIGHTS:
+                shutil.rmtree(place / weights, ignore_errors=True)
+            study.tell(asked, told.get("score"), state=ended)
     found = Search(tuple(_trials(study)), _searched(settings), folder)
     best = found.best
     write_json(folder / "trials.json", [asdict(trial) for trial in found.trials])
@@ -120,16 +126,20 @@ def search(
 
 
 def _train(turn: Turn, folder: Path, settings: PpoSettings, report: Progress) -> dict[str, Any]:
-    """Train with these settings and return what the trial is judged by."""
-    from rlhf_pipeline.ppo.state import decisive
+    """Train with these settings in the folder and return what the trial is judged by."""
     from rlhf_pipeline.stages import improve
 
-    name = hashed(*(f"{key}={value!r}" for key, value in decisive(settings)))[:16]
-    result = improve(turn, folder / name, settings, report)
+    result = improve(turn, folder, settings, report)
     look = next(e for e in result.evaluations if e.update == result.chosen_update)
     if look.stopping_mean is None or not math.isfinite(look.stopping_mean):
         raise TrainingError("a trial is judged by the stopping reward, found none")
     return {"score": look.stopping_mean, "kl": look.kl, "chosen_update": result.chosen_update}
+
+
+def _name_of(settings: PpoSettings) -> str:
+    from rlhf_pipeline.ppo.state import decisive
+
+    return hashed(*(f"{key}={value!r}" for key, value in decisive(settings)))[:16]
 
 
 def _naming(number: int, report: Progress) -> Progress:

@@ -71,6 +71,8 @@ def test_real_trials_are_real_trainings(turn: Turn, tmp_path: Path) -> None:
     assert len(kept) == 2
     assert sorted(t.score or 0.0 for t in found.trials) == pytest.approx(sorted(kept))
     assert (tmp_path / "tuning.png").stat().st_size > 5000
+    assert len([*tmp_path.glob("*/*/plots/training.png")]) == 2
+    assert not [*tmp_path.rglob("*.safetensors")]  # ten times the model, for nobody
     # Another turn's trials begin with the same settings, and are trainings of their own.
     later = search(replace(turn, fingerprint="1" * 64), tmp_path, trials=1, updates=2)
     assert later.trials[0].failure is None
@@ -137,7 +139,7 @@ def test_searches_that_do_not_compare_share_no_folder(
     folders: list[Path] = []
 
     def train(_turn: Turn, folder: Path, settings: PpoSettings, _report: Any) -> dict[str, Any]:
-        folders.append(folder)
+        folders.append(folder.parent)
         return {"score": settings.kl_coef, "kl": 1.0, "chosen_update": 1}
 
     monkeypatch.setattr(tuning, "_train", train)
@@ -326,6 +328,9 @@ def test_a_trial_that_cannot_be_trained_is_told_and_does_not_win(
     stand_in = tuning._train
 
     def fails(given: Turn, folder: Path, settings: PpoSettings, report: Any) -> dict[str, Any]:
+        write_json(folder / "policy" / "config.json", {})
+        write_json(folder / "checkpoints" / "update-000001" / "state.json", {})
+        write_json(folder / "result.json", {})
         if len(trained) == 1:
             trained.append({})
             raise TrainingError("the loss is not finite")
@@ -334,6 +339,8 @@ def test_a_trial_that_cannot_be_trained_is_told_and_does_not_win(
     monkeypatch.setattr(tuning, "_train", fails)
     found = search(turn, tmp_path, trials=4)
     assert [trial.failure for trial in found.trials].count("the loss is not finite") == 1
+    left = {path.name for path in tmp_path.glob("*/*/*")}
+    assert left == {"result.json"}  # of an ended trial, whichever way, no weights stay
     assert found.best.score is not None
 
 
