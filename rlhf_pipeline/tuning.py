@@ -171,7 +171,9 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
         *(reward_version(folder) for folder in folders if (folder / SETTINGS).is_file()),
         str((training.watch_prompts, training.simulated_user)),
     )[:16]
-    storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
+    journal = folder / "journal.log"
+    _end_with_a_line(journal)
+    storage = JournalStorage(JournalFileBackend(str(journal)))
     study = optuna.create_study(
         storage=storage, study_name=name, direction="maximize", load_if_exists=True
     )
@@ -180,12 +182,28 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
     waiting = [_wanted(t) for t in study.trials if t.state == optuna.trial.TrialState.WAITING]
     for trial in study.trials:
         if trial.state == optuna.trial.TrialState.RUNNING:
-            # With a failure it had come to its end. Else it waits before it is told to have failed:
+            # With a failure it had come to its end; with a part of its settings it had not begun,
+            # and the next is asked for as it was. Else it waits before it is told to have failed:
             # killed in between, nothing would know of it any more.
-            if "failure" not in trial.user_attrs and _wanted(trial) not in waiting:
-                study.enqueue_trial(_wanted(trial))
+            wanted = _wanted(trial)
+            began = "failure" not in trial.user_attrs and wanted.keys() >= set(SEARCHED)
+            if began and wanted not in waiting:
+                study.enqueue_trial(wanted)
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
     return study
+
+
+def _end_with_a_line(journal: Path) -> None:
+    """Cut off what a kill or a full disk left of a journal's last line, and let its lock go.
+
+    Optuna would write on behind the half, and wait for whoever held the lock. Nobody does: the
+    caller is alone in the folder.
+    """
+    journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
+    if not journal.exists():
+        return
+    with journal.open("r+b") as lines:
+        lines.truncate(lines.read().rfind(b"\n") + 1)
 
 
 def _searched(settings: PpoSettings) -> dict[str, float]:

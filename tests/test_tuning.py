@@ -263,6 +263,39 @@ def test_the_recipe_is_the_first_trial_wherever_a_search_was_killed(
     assert kills == 1  # each write has been the last
 
 
+def test_a_search_cut_off_in_any_line_of_its_journal_ends_as_a_whole_one(
+    turn: Turn,
+    tmp_path: Path,
+    trained: list[Mapping[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of it written, by a kill or on a full disk, and the lock to write it still held."""
+    monkeypatch.setattr(tuning, "draw", lambda *_: None)
+    whole = search(turn, tmp_path / "whole", trials=2)
+    append, left = JournalFileBackend.append_logs, 0
+
+    def cut_off(journal: JournalFileBackend, logs: list[dict[str, Any]]) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            return append(journal, logs)
+        written = Path(journal._file_path)
+        with written.open("a") as lines:
+            lines.write(json.dumps(logs[0])[:9])
+        written.with_name("journal.log.lock").symlink_to("/gone/journal.log")
+        raise KeyboardInterrupt
+
+    writes = len((tmp_path / "whole" / "journal.log").read_text().splitlines())
+    for n in range(writes):
+        left = n
+        monkeypatch.setattr(JournalFileBackend, "append_logs", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            search(turn, tmp_path / str(n), trials=2)
+        monkeypatch.setattr(JournalFileBackend, "append_logs", append)
+        found = search(turn, tmp_path / str(n), trials=2)
+        assert replace(found, folder=whole.folder) == whole
+
+
 def test_its_table_names_the_recipe_by_its_settings_and_says_failures_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
