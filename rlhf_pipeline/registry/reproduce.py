@@ -316,7 +316,8 @@ def _recorded_settings(
         "notifications": {},
     }
     own = version.lineage.get("stage_recipes", {}).get(stage, {})
-    recipe = {**version.lineage["recipe"], **own, **here}
+    recipe = {**version.lineage["recipe"], **own}
+    recipe = {**_all_moved(recipe, str(recipe["state_dir"]), today), **here}
     try:
         return Settings.model_validate(recipe)
     except ValidationError as error:
@@ -341,6 +342,15 @@ def moved(path: str, old_state: str, settings: Settings) -> Path:
     given = Path(path)
     inside = given.is_relative_to(old_state)
     return settings.state_dir / given.relative_to(old_state) if inside else given
+
+
+def _all_moved(tree: Any, old_state: str, settings: Settings) -> Any:
+    """Return the recipe, what it names in the old state folder (models, say) being in today's."""
+    if isinstance(tree, Mapping):
+        return {key: _all_moved(value, old_state, settings) for key, value in tree.items()}
+    if isinstance(tree, str) and Path(tree).is_relative_to(old_state):
+        return str(moved(tree, old_state, settings))
+    return tree
 
 
 def _go_on() -> None:

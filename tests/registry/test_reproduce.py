@@ -421,7 +421,9 @@ def test_a_moved_state_folder_still_finds_where_training_began(
     version = loop.version(first_turn.agent_id, 1)
     settings = loop.pipeline.settings(first_turn.agent_id)
     moved = settings.model_copy(update={"state_dir": tmp_path / "moved"})
-    lineage = {**version.lineage, "data": {}}
+    recipe = version.lineage["recipe"]
+    reward = {**recipe["reward"], "given": f"{recipe['state_dir']}/models"}
+    lineage = {**version.lineage, "data": {}, "recipe": {**recipe, "reward": reward}}
     began = loop.version(first_turn.agent_id, 0).path
     moved_to = moved.state_dir / began.relative_to(loop.state.resolve())
     shutil.copytree(began, moved_to)
@@ -429,4 +431,6 @@ def test_a_moved_state_folder_still_finds_where_training_began(
         loop.pipeline.ledger, moved, replace(version, lineage=lineage), tmp_path / "work"
     )
     assert turn.champion == turn.baseline == moved_to
+    assert turn.settings.reward.given == str(moved.state_dir / "models")
+    assert turn.settings.policy.base == recipe["policy"]["base"]
     assert turn.settings.state_dir == tmp_path / "moved"
