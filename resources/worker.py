@@ -23,14 +23,15 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config import ExperimentSettings, Settings
+from rlhf_pipeline.config import ExperimentSettings, Settings, models_named
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.feedback.claims import ClaimBook
-from rlhf_pipeline.feedback.datasets import place_of
+from rlhf_pipeline.feedback.datasets import JOBS, place_of
 from rlhf_pipeline.fence import writing_while
-from rlhf_pipeline.files import file_sha256, read_json, write_json
+from rlhf_pipeline.files import file_sha256, folder_sha256, read_json, write_json
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.reward import SETTINGS
 from rlhf_pipeline.stages import DATA_SETS, STAGES, Turn, base_source
 
 AHEAD = "--ahead"
@@ -46,6 +47,7 @@ LAUNCHED = (  # what a launcher tells
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE ACCELERATE_USE_FSDP".split()
 )
 BEFORE_PPO = ("baseline", "reward")  # stages that train in vain where the launch is then refused
+GOES_ON_FROM = {"ppo": "reward", "evaluation": "ppo"}  # the stage whose files a stage reads
 
 TRAIN_NOTHING = (
     "alerts continuous_learning notifications pages retention serving".split()
@@ -105,28 +107,51 @@ def same_work(stage: str, spec: Mapping[str, Any]) -> str:
     """Return a hash of everything the stage's result depends on (so not the token).
 
     With the data sets: the same votes may make others, as where gold questions came since. Of what
-    the settings only name, and a person may write anew, the contents count.
+    the settings only name, and a person may write anew, the contents count; and of the stage that
+    this one goes on from, as what work its files were left.
     """
     parts = {key: value for key, value in spec.items() if key != "token"}
     parts["settings"] = _that_train(spec["settings"])
     every = [place_of(Path(spec["data"]) / name) for name in DATA_SETS]
     sets = {path.name: file_sha256(path) for path in every if path.exists()}
-    return hashed(stage, json.dumps([parts, sets, _read_besides(stage, spec)], sort_keys=True))
+    before = Path(spec["work"]) / f"{GOES_ON_FROM.get(stage)}.json"
+    goes_on_from = read_json(before)["work"] if before.exists() else None
+    read = [parts, sets, _read_besides(stage, spec), goes_on_from]
+    return hashed(stage, json.dumps(read, sort_keys=True))
 
 
 def _read_besides(stage: str, spec: Mapping[str, Any]) -> list[str]:
-    """Return digests of what a stage reads that lies in no folder of the turn."""
-    settings, files, digests = settings_from(spec["settings"]), [], []
+    """Return digests of what a stage reads that lies in no folder of the turn.
+
+    Each file is read once more than the stage reads it itself, so that costs little beside that.
+    """
+    settings = settings_from(spec["settings"])
+    base: str | Path | None = None
+    files: list[Path] = []
+    digests: list[str] = []
     if stage == "baseline":
         files = [Path(settings.sft.seed_conversations or "")]
-        if (source := base_source(settings)) is not None:
-            from rlhf_pipeline.policy.adapters import base_digest
+        base = base_source(settings)
+    elif stage == "reward":
+        base = settings.reward.base
+        if settings.reward.given is not None:  # whose reports are taken over as well
+            given = [Path(settings.reward.given) / job for job in JOBS]
+            digests = [json.dumps(folder_sha256(each)) for each in given if each.is_dir()]
+    elif stage == "ppo":
+        named = models_named(spec["settings"]).items()
+        folders = [Path(place) for name, place in named if name.startswith("reward.functions.")]
+        if models := [folder for folder in folders if (folder / SETTINGS).is_file()]:
+            from rlhf_pipeline.reward.model import reward_version
 
-            digests = [base_digest(source)]
+            digests = [reward_version(folder) for folder in models]
     elif stage == "evaluation":
         from rlhf_pipeline.evaluation.behaviour import OWN_ITEMS
 
         files = [settings.agent_folder(spec["agent_id"]) / OWN_ITEMS]
+    if base is not None:
+        from rlhf_pipeline.policy.adapters import base_digest
+
+        digests.append(base_digest(base))
     return digests + [file_sha256(path) for path in files if path.is_file()]
 
 

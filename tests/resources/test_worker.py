@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import read_json, write_json
 from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.reward import HEAD, REPORT, SETTINGS, TRUNK
 from rlhf_pipeline.stages import PAIRS, STAGES, Turn
 from tests.assets.world import write_recipe
 
@@ -183,26 +185,69 @@ def test_what_trains_nothing_is_named_as_the_settings_are(turn: Turn) -> None:
     assert "gate" in left["promotion"]
 
 
-@pytest.mark.parametrize("read", ["seeds", "base", "behaviour"])
+@pytest.mark.parametrize(
+    ("read", "stage"),
+    [
+        ("seeds", "baseline"),
+        ("base", "baseline"),
+        ("reward base", "reward"),
+        ("given", "reward"),
+        ("given report", "reward"),
+        ("function", "ppo"),
+        ("behaviour", "evaluation"),
+    ],
+)
 def test_a_stage_runs_again_when_a_file_it_reads_changed(
-    turn: Turn, tmp_path: Path, read: str
+    turn: Turn, tmp_path: Path, read: str, stage: str
 ) -> None:
     changed = {
         "seeds": tmp_path / "seeds.jsonl",
         "base": tmp_path / "base" / "model.safetensors",
+        "reward base": tmp_path / "encoder" / "model.safetensors",
+        "given": tmp_path / "given" / "gate" / HEAD,
+        "given report": tmp_path / "given" / "proxy" / REPORT,
+        "function": tmp_path / "taste" / TRUNK / "model.safetensors",
         "behaviour": turn.settings.agent_folder("shop") / "behaviour.yaml",
     }
-    for path in changed.values():
+    for path in (*changed.values(), tmp_path / "taste" / HEAD, tmp_path / "taste" / SETTINGS):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("as it was")
     spec = specification(turn)
     spec["settings"]["sft"]["seed_conversations"] = str(changed["seeds"])
     spec["settings"]["policy"]["base"] = str(tmp_path / "base")
+    spec["settings"]["reward"] |= {
+        "base": str(tmp_path / "encoder"),
+        "given": str(tmp_path / "given"),
+        "functions": {"taste": {"function": str(tmp_path / "taste")}, "length": {}},
+    }
     before = {stage: same_work(stage, spec) for stage in STAGES}
     assert before == {stage: same_work(stage, spec) for stage in STAGES}
     changed[read].write_text("as it is")
-    others = [stage for stage in STAGES if same_work(stage, spec) != before[stage]]
-    assert others == ["evaluation" if read == "behaviour" else "baseline"]
+    assert [each for each in STAGES if same_work(each, spec) != before[each]] == [stage]
+
+
+@pytest.mark.parametrize(("earlier", "stage"), [("reward", "ppo"), ("ppo", "evaluation")])
+def test_a_stage_runs_again_when_the_one_it_goes_on_from_did(
+    turn: Turn, monkeypatch: pytest.MonkeyPatch, earlier: str, stage: str
+) -> None:
+    """Its own settings may be those it had: they were changed before it ran, and after that one."""
+    ran: list[str] = []
+
+    def run(*_: object, name: str) -> dict[str, Any]:
+        ran.append(name)
+        return {}
+
+    for name in (earlier, stage):
+        monkeypatch.setitem(STAGES, name, partial(run, name=name))
+    before = specification(turn)
+    after = json.loads(json.dumps(before))
+    after["settings"]["training"]["seed"] = 7
+    for name, spec in ((earlier, before), (stage, after), (earlier, after), (stage, after)):
+        worker.run(name, spec)
+    assert ran == [earlier, stage, earlier, stage]
+    worker.run(earlier, after)
+    worker.run(stage, after)
+    assert len(ran) == 4
 
 
 @pytest.mark.parametrize("changed", ["champion", "settings"])
