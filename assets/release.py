@@ -6,7 +6,7 @@ import dagster as dg
 
 from assets.common import GPU, RESUME, Materialized, agents, plots
 from resources.compute import Compute
-from resources.pipeline import Pipeline
+from resources.pipeline import Pipeline, as_maximised
 from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.evaluation.report import EvaluationReport
 from rlhf_pipeline.files import read_json
@@ -26,7 +26,7 @@ def evaluation_report(
 ) -> Materialized:
     """The candidate beside baseline and champion on held-out prompts, and the gate's verdict."""
     with pipeline.turn(context) as turn:
-        outcome = compute.run_stage(context, "evaluation", turn)
+        outcome = compute.run_stage(context, "evaluation", as_maximised(turn))
         report = EvaluationReport.from_json(outcome["report"])
         decision = GateDecision.from_json(outcome["gate"])
         with pipeline.tracked(turn) as run:

@@ -17,6 +17,7 @@ import dagster as dg
 import structlog
 from pydantic import PrivateAttr
 
+from resources.worker import settings_from
 from rlhf_pipeline import stages
 from rlhf_pipeline.config import Settings, load_settings, own_settings, shown
 from rlhf_pipeline.database import Database, open_database
@@ -585,6 +586,15 @@ def _stage_recipes(turn: Turn, recipe: Mapping[str, Any]) -> dict[str, Any]:
             if own:
                 found[stage] = own
     return {"stage_recipes": found} if found else {}
+
+
+def as_maximised(turn: Turn) -> Turn:
+    """Return the turn with the reward functions PPO was given, whatever the recipe names since."""
+    given = settings_from(read_json(turn.work / "ppo.spec.json")["settings"]).reward
+    functions = {name: getattr(given, name) for name in stages.MAXIMISED_BY}
+    reward = turn.settings.reward.model_copy(update=functions)
+    settings = turn.settings.model_copy(update={"reward": reward})
+    return dataclasses.replace(turn, settings=settings)
 
 
 def _training_of(turn: Turn) -> dict[str, Any]:

@@ -70,6 +70,8 @@ DATA_SETS = (PAIRS, EXAMPLES, SFT_EXAMPLES, PROMPTS, GOLD)
 BEGAN = "began.json"  # in a turn's folder: whom it began with, and its newest attempt's token
 REWARD = "reward.json"  # there: what the reward models came to, once they are trained
 
+# Of a recipe's reward section what PPO maximises goes by; the rest made the models.
+MAXIMISED_BY = ("functions", "wish_bound")
 MADE_BY = "settings.json"  # beside the three reward models
 MAKES_NONE = ("functions", "wish_bound", "given", "retrain_drop", "warm_start", "min_pairs")
 # What says who learns from what, and what from none.

@@ -194,7 +194,7 @@ def turn_of(
             f"{name} was trained by no reward, so it prefers nothing to itself; "
             + (f"name one that was: --version {others[-1]}" if others else "no version was yet")
         )
-    turn = recorded_turn(ledger, settings, version, version.work, exact=False)
+    turn = recorded_turn(ledger, settings, _as_maximised(version), version.work, exact=False)
     versions = ledger.versions(version.agent_id)
     recorded = [v for v in versions if v.path == turn.baseline]
     baseline = recorded[0] if recorded else ledger.baseline(version.agent_id)
@@ -205,6 +205,20 @@ def turn_of(
     device = turn.settings.policy.model_copy(update={"device": settings.policy.device})
     here = turn.settings.model_copy(update={"policy": device})
     return replace(turn, baseline=registry.folder_of(baseline), settings=here), baseline
+
+
+def _as_maximised(version: ModelVersion) -> ModelVersion:
+    """Return the version, its recipe naming the functions PPO was given.
+
+    They are others than the reward stage was given where the recipe was changed between the two.
+    """
+    given = version.lineage.get("stage_recipes", {}).get("ppo", {}).get("reward")
+    if given is None:
+        return version
+    recipe = version.lineage["recipe"]
+    functions = {name: given[name] for name in stages.MAXIMISED_BY if name in given}
+    told = {**recipe, "reward": {**recipe["reward"], **functions}}
+    return replace(version, lineage={**version.lineage, "recipe": told})
 
 
 def _has_reward(version: ModelVersion) -> bool:

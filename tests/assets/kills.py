@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_pipeline.files import new_folder, read_json
+from rlhf_pipeline.files import new_folder, read_json, write_json
 
 if TYPE_CHECKING:
     import dagster as dg
@@ -217,7 +217,9 @@ def train_from(source: Path) -> None:
     )
 
     def run_stage(self: Compute, context: Any, stage: str, turn: stages.Turn) -> dict[str, Any]:
-        return run(stage, specification(turn))
+        told = specification(turn)
+        write_json(turn.work / f"{stage}.spec.json", told)
+        return run(stage, told)
 
     Compute.run_stage = run_stage  # type: ignore[method-assign]
     Compute.start_ahead = lambda self: None  # type: ignore[method-assign]

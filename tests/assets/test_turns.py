@@ -36,6 +36,7 @@ from rlhf_pipeline.records import (
     user_prompt,
     uuid7,
 )
+from rlhf_pipeline.registry.reasons import turn_of
 from tests.assets.world import (
     RECIPE,
     FirstTurn,
@@ -356,7 +357,11 @@ def test_what_is_changed_once_a_stage_was_given_it_is_told_as_it_was_given(
     agent, recipe = loop.agent("edited", promotion={"automatic": False}), RECIPE
     chat(loop.pipeline.store, agent, 60)
     edits: dict[str, dict[str, dict[str, Any]]] = {
-        "ppo": {"ppo": {"kl_coef": 0.7, "learning_rate": 5e-3}, "reward": {"epochs": 7}},
+        "reward": {"reward": {"functions": {"length": {"weight": 0.3}}, "wish_bound": 0.2}},
+        "ppo": {
+            "ppo": {"kl_coef": 0.7, "learning_rate": 5e-3},
+            "reward": {"epochs": 7, "functions": {"empathy": {"weight": 5.0}}, "wish_bound": 0.4},
+        },
         "evaluation": {
             "promotion": {"gate": {"win_rate_vs_champion": 0.99}},
             "evaluation": {"prompts": 500},
@@ -386,6 +391,15 @@ def test_what_is_changed_once_a_stage_was_given_it_is_told_as_it_was_given(
     assert given["ppo"]["learning_rate"] == recipe["ppo"]["learning_rate"]
     assert given["reward"]["epochs"] == recipe["reward"]["epochs"]
     assert given["evaluation"]["prompts"] == recipe["evaluation"]["prompts"]
+    assert told["reward"]["functions"] == {}
+    # The comparison tells of the rewards that were maximised, and so does whoever explains.
+    compared_by = read_json(version.work / "evaluation.spec.json")["settings"]["reward"]
+    turn, _ = turn_of(loop.pipeline.registry, loop.pipeline.settings(agent), version)
+    for reward in (compared_by, turn.settings.reward.model_dump(mode="json")):
+        assert list(reward["functions"]) == ["length"]
+        assert reward["functions"]["length"]["weight"] == 0.3
+        assert reward["wish_bound"] == 0.2
+    assert (turn.settings.reward.epochs, compared_by["epochs"]) == (recipe["reward"]["epochs"], 7)
     assert told["promotion"]["gate"] == recipe["promotion"]["gate"]
     assert told["validation"]["top_raters_share"] != 0.2
     client = loop.pipeline.registry.client
