@@ -115,8 +115,9 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         """Claim the fingerprint for this run and return the turn.
 
         Raises what `_claim` does, and dg.Failure (no retry) where the files of the champion or the
-        baseline are not the ones that were registered, or where the run's tags hold nonsense:
-        those are read before anything is claimed, so that it counts as no attempt.
+        baseline are not the ones that were registered, where the recipe names another base, or
+        where the run's tags hold nonsense: those are read before anything is claimed, so that it
+        counts as no attempt.
         """
         run, agent_id = context.run, agent_of(context)
         try:
@@ -133,6 +134,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         )
         self._keep_alive(claim.token)
         self._check_files(claim.agent_id)
+        self._check_base(context)
         turn = self._turn(claim, run.tags)
         remove_half_written(turn.work, turn.data)  # by an attempt that was killed
         return turn
@@ -154,6 +156,38 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                         shutil.copytree(found_in, aside, dirs_exist_ok=True)
             except RegistryError as error:
                 raise dg.Failure(str(error), allow_retries=False) from error
+
+    def _check_base(self, context: dg.AssetExecutionContext) -> None:
+        """Raise dg.Failure where the recipe names another base than version 0 was made from.
+
+        Every version goes on from that one, so the turn would train what nobody asked for.
+        """
+        from rlhf_pipeline.registry.bases import held_against
+
+        agent_id = agent_of(context)
+        settings, made_from = self.settings(agent_id), self._made_from(agent_id)
+        needed = f"needed policy.base {made_from.get('base')!r}, which version 0 of {agent_id!r} "
+        needed += "was made from and every later one goes on from"
+        try:
+            held = held_against(settings, made_from)
+        except RegistryError as error:
+            raise dg.Failure(f"{needed}: {error}", allow_retries=False) from error
+        if held == "other":
+            raise dg.Failure(
+                f"{needed}, found {settings.policy.base!r}; name the old one again, or train the "
+                "other under a new agent's name, with a recipe of its own (`rlhf config use`)",
+                allow_retries=False,
+            )
+        if held == "?":
+            context.log.warning(
+                f"{needed}, found {settings.policy.base!r}, and nobody can tell whether that is "
+                "the same; the turn goes on from what version 0 was made from: name that again"
+            )
+
+    def _made_from(self, agent_id: str) -> Mapping[str, Any]:
+        """Return version 0's lineage; empty before that is trained."""
+        versions = self.ledger.versions(agent_id)
+        return versions[0].lineage if versions else {}
 
     def _claim(
         self,
@@ -326,7 +360,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             "reward_models": rewards,
             **_training_of(turn),
             **_evaluation_of(turn),
-            "base": recipe["policy"]["base"],
+            "base": self._made_from(turn.agent_id).get("base", recipe["policy"]["base"]),
             "started_from": str(turn.champion) if turn.champion else None,
             "baseline": str(turn.baseline) if turn.baseline else None,
             "previous": str(before) if before else None,

@@ -4,14 +4,19 @@ A name that the ledger knows (`rlhf-<agent>`) means what the ledger says, and it
 by hash. Any other model is MLflow's alone: one that a pipeline of ours registered elsewhere carries
 a digest of its files, which is checked; of the rest is asked only what is asked of every model,
 safetensors and nothing pickled. What this does not protect: MLflow's own database.
+
+And whether a recipe names the base that an agent began from.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
+from rlhf_pipeline.config import RECIPES, Settings
 from rlhf_pipeline.errors import HashMismatch, RegistryError
 from rlhf_pipeline.files import folder_sha256, new_folder
 from rlhf_pipeline.records import hashed
@@ -23,6 +28,7 @@ from rlhf_pipeline.registry.models import (
     safe_files,
 )
 from rlhf_pipeline.registry.tracking import mlflow_refusals
+from rlhf_pipeline.stages import base_source
 
 
 def base_folder(registry: ModelRegistry, uri: str) -> Path:
@@ -73,3 +79,29 @@ def _checked(folder: Path, uri: str, digest: str | None) -> Path:
             f"tokenizer at its top), found {found}; register what `save_pretrained` writes"
         )
     return folder
+
+
+def held_against(settings: Settings, lineage: Mapping[str, Any]) -> Literal["same", "other", "?"]:
+    """Say whether policy.base names what version 0 of this lineage was made from.
+
+    A folder may have been moved, or be said otherwise: then its weights tell. Nobody can tell (?)
+    where one of the two is a folder and the other a hub id, where an earlier release recorded no
+    weights, and where a hub id has another owner: `gpt2` is `openai-community/gpt2`.
+    """
+    then, now = lineage.get("base"), settings.policy.base
+    if then in (None, now):
+        return "same"
+    if "tiny" in (then, now):
+        return "other"
+    home = RECIPES.parent  # where stages run, so where a relative path begins
+    if (home / then).resolve() == (home / now).resolve():
+        return "same"
+    digest, source = lineage.get("base_digest"), str(base_source(settings))
+    is_folder, was_folder = (home / source).is_dir(), digest != lineage.get("started_from")
+    if digest is None or is_folder != was_folder:
+        return "?"
+    if is_folder:
+        from rlhf_pipeline.policy.adapters import is_recorded_base
+
+        return "same" if is_recorded_base(home / source, digest) else "other"
+    return "?" if Path(source).name == Path(then).name else "other"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.config import Settings
+from rlhf_pipeline.config import RECIPES, Settings
 from rlhf_pipeline.errors import HashMismatch, ModelError, RegistryError
+from rlhf_pipeline.policy.adapters import base_digest
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.tiny import build_tiny
-from rlhf_pipeline.registry.bases import base_folder
+from rlhf_pipeline.registry.bases import base_folder, held_against
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.stages import Turn, base_source, train_baseline
 
@@ -91,6 +94,40 @@ def test_what_cannot_be_started_from_says_why(bases: ModelRegistry, tmp_path: Pa
         base_folder(bases, f"models:/our-base/{number}")
     with pytest.raises(ModelError, match=r"name it as policy\.base"):
         load_policy("models:/our-base@good")
+
+
+def test_a_base_is_the_same_wherever_it_lies_and_however_it_is_named(
+    bases: ModelRegistry, tmp_path: Path
+) -> None:
+    state = bases.folder.parent
+
+    def held(now: object, then: object, **more: str) -> str:
+        return held_against(settings_with(state, str(now)), {"base": str(then), **more})
+
+    foreign, moved, other = state / "foreign", tmp_path / "moved", tmp_path / "other"
+    for copy in (moved, other):
+        shutil.copytree(foreign, copy)
+    (other / "model.safetensors").write_bytes(b"other weights")
+    (tmp_path / "link").symlink_to(foreign)
+    made = {"started_from": str(foreign), "base_digest": base_digest(foreign)}
+    uri = "models:/our-base@good"
+    relative = os.path.relpath(foreign, RECIPES.parent)
+    for same in (foreign, f"{foreign}/", relative, tmp_path / "link", moved, uri):
+        assert held(same, foreign, **made) == "same", same
+        assert held(same, relative, **{**made, "started_from": relative}) == "same", same
+        assert held(same, uri, **made) == "same", same
+    hub = {"started_from": "gpt2", "base_digest": "gpt2"}
+    assert held("gpt2", "gpt2", **hub) == "same"
+    assert held("tiny", "tiny") == "same"
+    assert held_against(settings_with(state, "gpt2"), {}) == "same"  # of an older release
+
+    assert held("gpt2", "tiny") == held(foreign, "tiny") == held("tiny", "gpt2", **hub) == "other"
+    assert held(other, foreign, **made) == "other"
+    assert held("gpt2-medium", "gpt2", **hub) == "other"
+
+    assert held("openai-community/gpt2", "gpt2", **hub) == "?"
+    assert held(moved, "gpt2", **hub) == held("gpt2", foreign, **made) == "?"
+    assert held(moved, foreign) == "?"  # of a release that recorded no weights
 
 
 @pytest.mark.slow

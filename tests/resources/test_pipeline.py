@@ -459,6 +459,50 @@ def test_no_turn_begins_with_files_that_are_not_the_registered_ones(
     pipeline.teardown_after_execution(dg.build_init_resource_context())
 
 
+@pytest.mark.parametrize("made_from", ["tiny", "here", "gpt2", None])
+def test_no_turn_begins_under_a_recipe_that_names_another_base(
+    pipeline: Pipeline, tmp_path: Path, made_from: str | None
+) -> None:
+    """And where nobody can tell, the run says so, and the version what it was made from."""
+    folder = tmp_path / "0"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("weights")
+    base = str(folder) if made_from == "here" else made_from
+    told = {} if base is None else {"base": base}
+    if made_from == "gpt2":
+        told |= {"started_from": "gpt2", "base_digest": "gpt2"}
+    pipeline.store.ensure_agent("a")
+    pipeline.ledger.add_baseline(
+        "a", label="v0", path=folder, files=folder_sha256(folder), lineage=told, actor="test"
+    )
+    warned: list[str] = []
+    context = context_of("run")
+    context.log = SimpleNamespace(warning=warned.append)
+    recipe = write_recipe(tmp_path / "other.yaml", tmp_path / "s", policy={"base": "our/gpt2"})
+    other = Pipeline(recipe=str(recipe))
+    if made_from == "tiny":
+        with pytest.raises(
+            dg.Failure, match=r"needed policy\.base 'tiny', .* 'our/gpt2'"
+        ) as failed:
+            other.begin_turn(context, "f" * 64, 1)
+        assert not failed.value.allow_retries
+        assert "a new agent's name" in str(failed.value)
+        assert not list(tmp_path.rglob("began.json"))
+        held = pipeline.claims.held("a")
+        assert held is not None
+        pipeline.claims.finish(held.token, "failed")
+        context.run.run_id = "the next"
+        turn = pipeline.begin_turn(context, "f" * 64, 1)
+    else:
+        turn = other.begin_turn(context, "f" * 64, 1)
+        assert len(warned) == (base is not None)
+        assert all("nobody can tell" in words for words in warned)
+        assert other.lineage(turn)["base"] == (base or "our/gpt2")
+    pipeline.teardown_after_execution(dg.build_init_resource_context())
+    other.teardown_after_execution(dg.build_init_resource_context())
+    assert turn.champion == folder
+
+
 def test_a_turn_begins_where_only_mlflow_has_the_champions_files(
     pipeline: Pipeline, tmp_path: Path
 ) -> None:
