@@ -1636,6 +1636,25 @@ def test_a_recipes_zone_holds_beside_names_on_the_command_line(rlhf: Run, tmp_pa
     assert out["occurred_at"].startswith("2026-01-02T02:04:05")
 
 
+def test_words_told_with_the_command_leave_the_recipes_names_as_they_are(
+    rlhf: Run, tmp_path: Path
+) -> None:
+    recipe = write(tmp_path / "own.yaml", "feedback: {names: {columns: {rater: Kunde}}}")
+    rows = ["q0;a;true;ann", "q1;a;false;bob", "q2;a;ok;ann"]
+    votes = write(tmp_path / "votes.csv", "\n".join(["prompt;completion;label;Kunde", *rows]))
+    take_in = ("--recipe", str(recipe), "ingest", str(votes), "--agent", "tea")
+    told = " ".join(rlhf(*take_in, code=3).stdout.split())
+    assert "--means 'ok=true|false'" in told
+    told = " ".join(rlhf(*take_in, "--means", "ok=true").stdout.split())
+    assert "stored │ 1" in told
+    assert "already known │ 2" in told
+    out = rlhf("feedback", "export", "-", "--agent", "tea").stdout.splitlines()
+    found = [json.loads(line) for line in out]
+    assert [(row["value"], row["rater_id"]) for row in found] == [
+        (value, hash_rater("tea", who)) for value, who in ((1, "ann"), (0, "bob"), (1, "ann"))
+    ]
+
+
 def test_a_file_that_was_read_by_wrong_names_is_taken_back(rlhf: Run, tmp_path: Path) -> None:
     row = {"prompt": "Why?", "chosen": "So.", "rejected": "No.", "who": "ann"}
     rows = "\n".join(json.dumps({**row, "prompt": f"Why {n}?"}) for n in range(3))

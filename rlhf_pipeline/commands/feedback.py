@@ -99,7 +99,8 @@ def ingest(
 
     Every sound row is stored once: the same file again stores nothing twice. A row that breaks a
     rule goes to quarantine with the rule's name; it is never dropped and never repaired. Names of
-    its own that a file has for columns can be told here, or once in the recipe (feedback.names).
+    its own that a file has for columns can be told here, or once in the recipe (feedback.names),
+    whose place --map and --set take; --means and --zone alone are added to them.
 
     Exit code: 0 when every row was sound, 3 when some were quarantined or a file of a folder could
     not be read (the rest is stored), 1 when a named file could not be read.
@@ -111,15 +112,19 @@ def ingest(
     renaming = Renaming(
         _pairs(columns, "--map"), _pairs(fixed, "--set"), _pairs(words, "--means"), zone
     )
+    names_told = bool(renaming.columns or renaming.fixed)
     need_name(agent)  # else every row would be set aside for it
     here = workspace(may_be_new=True)
     if not here.settings.feedback.enabled:
         raise ConfigError("feedback.enabled is off in this recipe; turn it on to take feedback in")
     try:
         own = here.settings_of(agent).feedback.names.renaming()
-        renaming = replace(renaming or own, zone=zone or own.zone)
+        if names_told:
+            renaming = replace(renaming, zone=zone or own.zone)
+        else:
+            renaming = own.with_words(renaming.words, zone)
     except ConfigError:
-        if not renaming:  # else the names are told, whatever has become of the recipe
+        if not names_told:  # else the names are told, whatever has become of the recipe
             raise
     others = here.store.agents()
     is_new = bool(others) and not here.knows(agent)

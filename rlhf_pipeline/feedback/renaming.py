@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -45,6 +45,7 @@ class Renaming:
     words: Mapping[str, str] = field(default_factory=dict)  # a value of theirs -> ours
     zone: str | None = None  # of moments that have none, by its IANA name: Europe/Berlin
     for_any_file: bool = False  # a file in which none of the columns is has our names
+    anyway: Mapping[str, str] = field(default_factory=dict)  # the words of such a file too
 
     def __post_init__(self) -> None:
         unknown = sorted({*self.columns, *self.fixed} - FIELDS)
@@ -84,6 +85,17 @@ class Renaming:
 
     def __bool__(self) -> bool:
         return bool(self.columns or self.fixed or self.words)
+
+    def with_words(self, words: Mapping[str, str], zone: str | None) -> Renaming:
+        """Return it with words for every file, which hold before its own, and the zone if any."""
+        said = set(map(_value, words))
+        own = {word: ours for word, ours in self.words.items() if _value(word) not in said}
+        return replace(self, words={**own, **words}, anyway=words, zone=zone or self.zone)
+
+    @cached_property
+    def of_our_names(self) -> Renaming:
+        """Return what a file is read by that it is not for."""
+        return Renaming(words=self.anyway, zone=self.zone)
 
     def is_for(self, lacking: Sequence[str]) -> bool:
         """Say whether it is for a file that has all columns but these."""

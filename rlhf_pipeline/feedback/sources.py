@@ -222,18 +222,19 @@ def _renamed(
     if not is_ours:
         told.update(renaming.fixed)
         told.update(name for name, column in renaming.columns.items() if column not in lacking)
+    reading = renaming.of_our_names if is_ours else renaming
     # What is kept of a row that is set aside names its rater as we do: an erasure looks there.
     for line, raw, values in chain(some, rows):
         if isinstance(values, FeedbackRefused):
             naming = "" if is_cells and is_ours else renaming.naming(raw, is_cells=is_cells)
             yield line, _signed(raw, naming, "" if is_ours else renaming.signed), values
-        elif is_ours:
+        elif not reading:
             yield line, raw, values
         else:
-            ours = renaming.row(values, is_cells=is_cells)
+            ours = reading.row(values, is_cells=is_cells)
             if is_cells:
-                naming = renaming.naming(raw, is_cells=True)
-                yield line, _signed(raw, naming, renaming.signed), ours
+                naming = reading.naming(raw, is_cells=True)
+                yield line, _signed(raw, naming, reading.signed), ours
             else:
                 yield line, formats.canonical({**values, **ours}), ours
 

@@ -784,3 +784,27 @@ def test_told_once_for_any_file_a_row_may_lack_what_a_vote_may_but_no_file_its_r
     lines.write_text(f"{json.dumps(said)}\n")
     with pytest.raises(SourceError, match=r"needed 'Customer' among .*correct feedback.names in"):
         rows_of(lines, some)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.parametrize("names", [ANY, Renaming(for_any_file=True)])
+def test_words_told_beside_hold_in_a_file_with_our_names_and_before_those_told_once(
+    tmp_path: Path, suffix: str, names: Renaming
+) -> None:
+    ours, theirs = tmp_path / f"ours.{suffix}", tmp_path / f"theirs.{suffix}"
+    row = {"kind": "thumbs", "prompt": "Why?", "completion": "So.", "value": "meh", "rater": "ann"}
+    said = {"Question": "Why?", "Answer": "So.", "Feedback": "meh", "Customer": "ann"}
+    for path, values in ((ours, row), (theirs, said)):
+        table = f"{','.join(values)}\n{','.join(values.values())}\n"
+        path.write_text(table if suffix == "csv" else json.dumps(values))
+    words = names.with_words({"meh": "down", "True": "down"}, None)
+    assert plain(rows_of(ours, words)) == [thumb("Why?", "So.", 0, "ann")]
+    if names is ANY:
+        assert plain(rows_of(theirs, words)) == [thumb("Why?", "So.", 0, "ann")]
+    once = replace(names, words={"meh": "up", "true": "up", "like": "up"}, zone="Europe/Berlin")
+    both = once.with_words({"meh": "down", "True": "down"}, None)
+    assert (both.words, both.zone) == (
+        {"meh": "down", "True": "down", "like": "up"},
+        "Europe/Berlin",
+    )
+    assert once.with_words({}, "America/Lima").zone == "America/Lima"
