@@ -1493,7 +1493,9 @@ def test_rows_that_were_set_aside_are_shown_with_their_place(rlhf: Run, tmp_path
     path = write(tmp_path / "votes.jsonl", "\n".join([*stars, "no \x1b[31m JSON"]))
     told = rlhf("ingest", str(path), "--agent", "tea", code=3).stdout
     assert "value_out_of_range: votes.jsonl:2: needed a whole value from 1 to 5" in told
-    assert "of a longer scale, send every vote as a `score` from 0 to 1" in " ".join(told.split())
+    assert "withdraw --agent AGENT --file NAME), and in again with every vote as a `score`" in (
+        " ".join(told.split())
+    )
     assert "broken_json: votes.jsonl:4: needed one JSON value" in told
     assert "rlhf feedback quarantine --agent tea" in told
     show = ("feedback", "quarantine", "--agent", "tea")

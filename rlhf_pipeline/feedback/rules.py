@@ -206,19 +206,15 @@ def _check_value(event: Feedback) -> None:
         case FeedbackKind.thumbs:
             if _number(event) not in (0, 1):
                 needed = "value 0 (down) or 1 (up) for thumbs"
-                refuse(Rule.value_out_of_range, needed, event.number, _of_stars(event))
+                refuse(Rule.value_out_of_range, needed, event.number, _of_a_scale(event))
         case FeedbackKind.rating:
             if _number(event) not in (1, 2, 3, 4, 5):
-                refuse(
-                    Rule.value_out_of_range,
-                    "a whole value from 1 to 5 for a rating",
-                    event.number,
-                    f"{MEND}; of a longer scale, send every vote as a `score` from 0 to 1",
-                )
+                needed = "a whole value from 1 to 5 for a rating"
+                refuse(Rule.value_out_of_range, needed, event.number, _of_a_scale(event))
         case FeedbackKind.score:
             if not 0 <= _number(event) <= 1:
                 needed = "a value from 0.0 to 1.0 for a score"
-                refuse(Rule.value_out_of_range, needed, event.number, _of_stars(event))
+                refuse(Rule.value_out_of_range, needed, event.number, _of_a_scale(event))
         case FeedbackKind.correction | FeedbackKind.comment:
             if not isinstance(event.text, str) or not event.text.strip():
                 refuse(Rule.value_missing, f"the {event.kind}'s text", event.text)
@@ -237,16 +233,23 @@ def _check_value(event: Feedback) -> None:
         refuse(Rule.value_out_of_range, "shown_first: this or other", event.shown_first)
 
 
-def _of_stars(event: Feedback) -> str:
-    """Return what to do about a number that may be of a longer scale, whose 1s are its worst."""
-    if (number := _number(event)) <= 1 or number % 1:
+def _of_a_scale(event: Feedback) -> str:
+    """Return what to do about a number that may be of a scale of which others have passed."""
+    number, as_score = _number(event), "rlhf ingest --set kind=score --map value=COLUMN"
+    if event.kind is FeedbackKind.rating:
+        scale = "1 to 10, the whole numbers from 1 to 5 of a file have passed as ratings"
+        means = "--means 10=1 --means 9=0.89 and so on to --means 1=0"
+        again = f"with every vote as a `score` from 0 to 1 ({as_score} {means})"
+    elif number <= 1 or number % 1:
         return MEND
-    means = "--means 5=1 --means 4=0.75 and so on to --means 1=0"
-    told = f", or with {means}" if event.kind is FeedbackKind.score else ""
+    else:
+        scale = "1 to 5, the 1s of a file have passed as the best vote"
+        means = "--means 5=1 --means 4=0.75 and so on to --means 1=0"
+        told = f", or with {means}" if event.kind is FeedbackKind.score else ""
+        again = f"as ratings (rlhf ingest --set kind=rating --map value=COLUMN){told}"
     return (
-        f"{MEND}; of a scale as 1 to 5, the 1s of a file have passed as the best vote: take it "
-        "back (rlhf feedback withdraw --agent AGENT --file NAME), and in again as ratings (rlhf "
-        f"ingest --set kind=rating --map value=COLUMN){told}"
+        f"{MEND}; of a scale as {scale}: take it back (rlhf feedback withdraw --agent AGENT --file "
+        f"NAME), and in again {again}"
     )
 
 

@@ -177,6 +177,23 @@ def test_who_sends_stars_as_something_else_is_told_that_their_1s_passed(
         assert [event.number for event in scores] == [0, 0.25, 0.5, 0.75, 1]
 
 
+def test_who_sends_a_longer_scale_as_ratings_is_told_that_its_lower_numbers_passed(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "scale.csv"
+    path.write_text("prompt,completion,stars\n" + "".join(f"q,a {n},{n}\n" for n in range(1, 11)))
+    votes = rows_of(path, Renaming({"value": "stars"}, {"kind": "rating"}))
+    assert [vote.number for vote in votes[:5]] == [1, 2, 3, 4, 5]
+    [way] = {row.detail.partition("of a scale as 1 to 10, ")[2] for row in votes[5:]}
+    passed, _, again = way.partition(": take it back (rlhf feedback withdraw ")
+    assert passed == "the whole numbers from 1 to 5 of a file have passed as ratings"
+    assert "every vote as a `score` from 0 to 1 (rlhf ingest --set kind=score --map" in again
+    assert "--means 10=1 --means 9=0.89 and so on to --means 1=0" in again
+    words = {str(n): f"{(n - 1) / 9:.2f}" for n in range(1, 11)}
+    scores = rows_of(path, Renaming({"value": "stars"}, {"kind": "score"}, words))
+    assert [scores[n - 1].number for n in (10, 9, 1)] == [1, 0.89, 0]
+
+
 def test_a_percentage_is_no_word_to_tell(tmp_path: Path) -> None:
     row = {"kind": "score", "prompt": "Why?", "completion": "So.", "value": "80%"}
     (tmp_path / "votes.jsonl").write_text(json.dumps(row))
