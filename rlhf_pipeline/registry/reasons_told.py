@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 ALIKE_NATS = 0.05  # shifts within this are called no difference
 FLOORED = f"below a floor a completion gets {BELOW_FLOOR:g} at most, whatever else adds to it"
 JUDGES: Mapping[Job, str] = {
-    "proxy": "what training maximised",
+    # What training maximised is this alone, this and functions, or with DPO none.
+    "proxy": "learned from the votes that training went by",
     "stopping": "chose the checkpoint",
     "gate": "seen by no training",
 }

@@ -145,6 +145,7 @@ def test_the_strongest_facts_are_told_in_sentences() -> None:
     assert "7.5 times likelier" in first  # e to the 2.02
     assert "+2.02 nats over 3 tokens" in first
     assert "gives it 1.00 more than what the baseline answers" in proxy
+    assert "The proxy reward (learned from the votes that training went by)" in proxy
     assert function == "Of the reward's functions length speaks most for it: +0.20."
     assert near == "1 of the 1 nearest votes were about the same question."
     ended = replace(FOUND, tokens=FOUND.tokens[1:], near=())
