@@ -135,10 +135,13 @@ def specialise(
 def baseline_of(settings: Settings, folder: Path, report: Progress) -> Path:
     """Return the folder of the SFT that all agents start from, trained here unless it is there.
 
-    What it learns from counts, and its base's weights, not where they lie.
+    What it learns from counts, and its base's weights, not where they lie. Raises TrainingError
+    where the folder's agents began with another.
     """
     from rlhf_pipeline import stages
     from rlhf_pipeline.policy.adapters import base_digest
+    from rlhf_pipeline.ppo.checkpoint import latest_checkpoint
+    from rlhf_pipeline.ppo.specialists import of_another_run
 
     tree, source = shown(settings), stages.base_source(settings)
     asked = hashed(
@@ -148,6 +151,8 @@ def baseline_of(settings: Settings, folder: Path, report: Progress) -> Path:
     )
     done = folder / "baseline.json"
     if not done.exists() or read_json(done)["settings"] != asked:
+        if saved := latest_checkpoint(folder / "checkpoints"):
+            raise of_another_run(saved)
         turn = stages.Turn(SIMULATED, "0" * 64, 0, 0, folder, folder, None, None, settings)
         trained = stages.train_baseline(turn, report, lambda: None)
         write_json(done, {"settings": asked, "loss_curve": trained["loss_curve"]})

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from rlhf_pipeline.config import RECIPES, SpecialistSettings, load_settings
 from rlhf_pipeline.errors import ConfigError, NotEnoughData, TrainingError
-from rlhf_pipeline.files import alone_in
+from rlhf_pipeline.files import alone_in, write_json
+from rlhf_pipeline.ppo.checkpoint import write_checkpoint
 from rlhf_pipeline.ppo.plan import NO_MODELS, make_plan
 from rlhf_pipeline.records import RewardInput, ignore_progress, user_prompt
 from rlhf_pipeline.reward.composite import CompositeReward, Term
@@ -105,6 +106,16 @@ def test_the_baseline_is_trained_again_for_other_conversations_or_another_base(
         for _ in range(2):
             assert baseline_of(settings, tmp_path, ignore_progress) == tmp_path / "sft"
             assert len(trained) == times
+
+
+def test_agents_that_began_with_another_baseline_keep_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.stages.train_baseline", lambda *_: pytest.fail("trained"))
+    write_json(tmp_path / "baseline.json", {"settings": "another recipe's"})
+    write_checkpoint(tmp_path / "checkpoints", 0, tensors={}, state={})
+    with pytest.raises(TrainingError, match="must be of this run, found those of another"):
+        specialise(load_settings("specialists"), tmp_path)
 
 
 def test_what_a_function_could_not_judge_is_left_out_of_its_mean(

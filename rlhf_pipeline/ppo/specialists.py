@@ -366,6 +366,15 @@ def _named(agents: Sequence[_Agent], shares_critic: bool) -> dict[str, nn.Parame
     return named
 
 
+def of_another_run(saved: checkpoint.Checkpoint) -> TrainingError:
+    """Return what refuses to train beside a checkpoint that is not the run's."""
+    return TrainingError(
+        f"the checkpoints beside {saved.path} must be of this run, found those of another "
+        "(other agents, models, prompts or settings); take another folder (`rlhf specialise "
+        "--out`), or move this one away to begin again"
+    )
+
+
 def _restore(
     saved: checkpoint.Checkpoint,
     agents: Sequence[_Agent],
@@ -374,11 +383,7 @@ def _restore(
     fingerprint: str,
 ) -> None:
     if saved.state["fingerprint"] != fingerprint:
-        raise TrainingError(
-            f"the checkpoints beside {saved.path} must be of this run, found those of another "
-            "(other agents, models, prompts or settings); take another folder (`rlhf specialise "
-            "--out`), or move this one away to begin again"
-        )
+        raise of_another_run(saved)
     checkpoint.restore_parameters(named, saved.tensors["weights"])
     checkpoint.restore_optimizer(optimizer, named, saved.tensors["optimizer"])
     generators = {f"{a.name}/{n}": g for a in agents for n, g in a.training.generators.items()}
