@@ -3,7 +3,7 @@
 | format | fields |
 |---|---|
 | events | `kind` (thumbs, rating, score, correction, preference, criteria, comment), `value`; the target: `interaction_id`, or `prompt` (text or messages) and `completion`; for a preference also `other_completion` or `other_interaction_id`, and `shown_first` (this, other); optional: `rater` (any text, hashed here) or `rater_id` (hashed already), `source`, `occurred_at`, `tags`, `comment`, `topic`, `idempotency_key`, `agent_id`, `other_prompt` |
-| pairs | `chosen`, `rejected` (text, a message, or messages), `prompt` (text or messages; also `messages`, `conversations`, `question`); optional: `tie`, `idempotency_key`, `chosen_score` and `rejected_score` (also `score_chosen`, `score_rejected`; equal is a tie) |
+| pairs | `chosen`, `rejected` (text, a message, or messages: what follows the prompt, or all of the conversation), `prompt` (text or messages; also `messages`, `conversations`, `question`); optional: `tie`, `idempotency_key`, `chosen_score` and `rejected_score` (also `score_chosen`, `score_rejected`; equal is a tie) |
 | hh_rlhf | `chosen`, `rejected`: whole dialogues with "\\n\\nHuman:" and "\\n\\nAssistant:" turns, split at the last "\\n\\nAssistant:" |
 | oasst | message trees (`message_tree_id`, `prompt`, nested `replies`), bare nested messages, or flat messages (`message_id`, `parent_id`, `text`, `role`), a tree's rows together; ranked siblings become pairs, +1 and -1 reactions thumbs |
 | answers | `question`, `prediction 1`, `prediction 2` and so on (nine at most), `preference` (a number per pair), `feedback` with `corrected-prediction`: pairs with ties, and corrections |
@@ -432,7 +432,7 @@ def _prompt(values: Values) -> Prompt:
 
 
 def _side(values: Values, name: str, given: Prompt) -> tuple[Prompt, str]:
-    """Return one side's context and completion; whole conversations bring their own context.
+    """Return one side's context and completion.
 
     Formats: TRL's documentation, "Dataset formats", preference and unpaired preference.
     """
@@ -445,10 +445,32 @@ def _side(values: Values, name: str, given: Prompt) -> tuple[Prompt, str]:
         *before, last = messages_of([value] if isinstance(value, dict) else value, name)
         if last.role != "assistant":
             refuse(Rule.wrong_type, f"{name} ending with the assistant's message", last.role)
-        context, completion = tuple(before) or given, last.content
+        context, completion = _context(tuple(before), given, name), last.content
     if not context:
         refuse(Rule.no_prompt, f"prompt, or {name} with its context", None)
     return context, completion
+
+
+def _context(before: Prompt, given: Prompt, name: str) -> Prompt:
+    """Return what a side's answer follows: the messages before it, after the given prompt or alone.
+
+    A side in which the prompt stands, but for an answer at the prompt's end, is the whole
+    conversation. One that begins with who may speak next goes on with the prompt. Of one that may
+    be both, unless it begins with the prompt, or neither nobody can tell what was answered.
+    """
+    if not before or not given:
+        return before or given
+    said, asked = ([(m.role, m.content.strip()) for m in some] for some in (before, given))
+    while len(asked) > 1 and asked[-1][0] == "assistant":
+        asked.pop()
+    places = [n for n in range(len(said)) if said[n : n + len(asked)] == asked]
+    goes_on = before[0].role not in ("system", given[-1].role)
+    if 0 in places or bool(places) != goes_on:
+        return before if places else (*given, *before)
+    found = "the prompt further down" if places else f"{before[0].role} after {given[-1].role}"
+    needed = f"{name} that begins with the prompt, or goes on after it"
+    remedy = f"{MEND}, without the prompt where {name} is the whole conversation"
+    refuse(Rule.repeated_field, needed, found, remedy)
 
 
 def _is_tie(values: Values) -> bool:

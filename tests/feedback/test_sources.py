@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback import flat as tables
-from rlhf_pipeline.feedback import lines, sources
+from rlhf_pipeline.feedback import formats, lines, sources
 from rlhf_pipeline.feedback.formats import event_of, to_row
 from rlhf_pipeline.feedback.lines import Position, parse, raw_rows, unpacked
 from rlhf_pipeline.feedback.raters import Person, is_signed_by
@@ -409,6 +409,64 @@ def test_pairs_as_text_messages_and_conversations_are_the_same_pair(tmp_path: Pa
     }
     assert [e.choice for e in events] == ["left", "left", "tie", "left", "tie"]
     assert events[0].rater_id == hash_rater("tea", "7")
+
+
+SYSTEM = {"role": "system", "content": "You sell tea."}
+ASKED, BACK = ({"role": "user", "content": text} for text in ("Which is mild?", "Price?"))
+HELLO, WHITE = ({"role": "assistant", "content": text} for text in ("Hello.", "White tea."))
+
+
+def of_sides(prompt: Any, before: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
+    """Yield a row as TRL has it, and one with a label, whose sides have these messages first."""
+    four, ask = ([*before, {"role": "assistant", "content": text}] for text in ("Four.", "Ask."))
+    yield {"prompt": prompt, "chosen": four, "rejected": ask}
+    yield {"prompt": prompt, "completion": four, "label": True}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before", "whole"),
+    [
+        ([SYSTEM, ASKED], [WHITE, BACK], [SYSTEM, ASKED, WHITE, BACK]),
+        ([SYSTEM], [BACK], [SYSTEM, BACK]),
+        ([SYSTEM], [HELLO, BACK], [SYSTEM, HELLO, BACK]),
+        ([ASKED, WHITE], [BACK], [ASKED, WHITE, BACK]),
+        # A side that is the whole conversation brings the prompt, and what stands before it.
+        (f"{ASKED['content']}\n", [ASKED], [ASKED]),
+        ([ASKED, WHITE], [ASKED, WHITE, BACK], [ASKED, WHITE, BACK]),
+        (ASKED["content"], [SYSTEM, ASKED], [SYSTEM, ASKED]),
+        (BACK["content"], [ASKED, WHITE, BACK], [ASKED, WHITE, BACK]),
+        ([ASKED, WHITE], [ASKED], [ASKED]),  # as a chat that has an answer already
+    ],
+)
+def test_a_side_of_several_messages_goes_on_where_the_prompt_ends_or_is_all_of_it(
+    tmp_path: Path, prompt: Any, before: list[dict[str, str]], whole: list[dict[str, str]]
+) -> None:
+    expected = tuple(Message(formats.ROLES[one["role"]], one["content"]) for one in whole)
+    for row in of_sides(prompt, before):
+        events, aside = read_all(write_lines(tmp_path / "t.jsonl", [row]))
+        assert aside == []
+        assert [(e.prompt, e.completion, e.other_prompt) for e in events] == [
+            (expected, "Four.", None)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before", "found"),
+    [
+        ([SYSTEM, ASKED], [BACK], "user after user"),
+        ("template-3", [ASKED], "user after user"),
+        ([ASKED], [SYSTEM, BACK], "system after user"),
+        ([ASKED], [HELLO, ASKED], "the prompt further down"),
+    ],
+)
+def test_a_side_that_may_be_all_of_a_conversation_or_go_on_with_one_is_set_aside(
+    tmp_path: Path, prompt: Any, before: list[dict[str, str]], found: str
+) -> None:
+    for row in of_sides(prompt, before):
+        events, aside = read_all(write_lines(tmp_path / "t.jsonl", [row]))
+        assert (events, rules_of(aside)) == ([], [(1, "repeated_field")])
+        assert f"or goes on after it, found '{found}'; mend the row" in aside[0].detail
+        assert aside[0].detail.endswith("is the whole conversation")
 
 
 def test_pairs_that_cannot_be_meant_are_set_aside(tmp_path: Path) -> None:
