@@ -178,6 +178,7 @@ def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipel
             "already known": summary.known,
             "erased before": summary.erased,
             "quarantined": dg.MetadataValue.json(dict(summary.quarantined)),
+            **({"remarks": "\n".join(summary.remarks)} if summary.remarks else {}),
         }
     )
 

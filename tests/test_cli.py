@@ -687,7 +687,7 @@ def test_who_sends_votes_that_nobody_signed_is_told_which_columns_were_left(
     path = str(write(tmp_path / "pairs.jsonl", f"{pair}\n"))
     told = rlhf("ingest", path, "--agent", "tea").stdout
     assert "1 of 1 rows name no rater: each counts as another person" in told
-    assert "not read were the columns 'by', 'n '. If" in told
+    assert r"not read were the columns 'by', 'n\x1b'. If" in told
     assert "--map rater=COLUMN" in told
     assert "rater" not in rlhf("ingest", path, "--agent", "new", "--map", "rater=by").stdout
     path = str(write(tmp_path / "votes.jsonl", THUMBS))

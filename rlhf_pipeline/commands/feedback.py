@@ -28,7 +28,6 @@ from rlhf_pipeline.commands.common import (
 from rlhf_pipeline.errors import ConfigError
 
 SHOWN = ("origin", "line", "rule", "detail", "raw", "feedback_id")
-MOST_COLUMNS, LONGEST_COLUMN = 20, 60  # names that a terminal shows, characters of a column's
 LONGEST_SHOWN = 200  # characters of a row that a terminal shows; --json has what is kept
 
 if TYPE_CHECKING:
@@ -206,6 +205,7 @@ def _bytes_of(paths: Sequence[str]) -> int:
 
 
 def _print_passed_over(paths: Sequence[str]) -> None:
+    from rlhf_pipeline.feedback.ingest import MOST_COLUMNS
     from rlhf_pipeline.feedback.sources import SUFFIXES, passed_over
 
     folders = [Path(path) for path in paths if Path(path).is_dir()]
@@ -225,12 +225,11 @@ def _print_summary(summary: IngestSummary, agent_id: str, lacks: str | None) -> 
 
     from rlhf_pipeline.feedback.rules import MEANINGS, Rule
 
-    files = "1 file" if summary.files == 1 else f"{summary.files} files"
     table = Table(title=f"Feedback of agent {agent_id}", title_justify="left")
     table.add_column("")
     table.add_column("rows", justify="right")
     table.add_column("why")
-    table.add_row("read", f"{summary.read:,}", f"{files}, {summary.seconds:.1f} s")
+    table.add_row("read", f"{summary.read:,}", f"{summary.counted_files}, {summary.seconds:.1f} s")
     table.add_row("stored", f"{summary.stored:,}", "")
     table.add_row("already known", f"{summary.known:,}", "the same row was there before")
     if summary.erased:
@@ -239,11 +238,8 @@ def _print_summary(summary: IngestSummary, agent_id: str, lacks: str | None) -> 
     for rule, rows in summary.quarantined.items():
         table.add_row(rule, f"{rows:,}", MEANINGS.get(Rule(rule), ""))
     console().print(table)
-    if summary.unsigned:
-        typer.echo(
-            f"{summary.unsigned:,} of {summary.read:,} rows name no rater: each counts as another "
-            f"person{_unread(summary.unread)}"
-        )
+    for remark in summary.remarks:
+        typer.echo(remark, err=not summary.read)
     if summary.read and lacks is not None:
         typer.echo(f"no reward yet: {lacks}")
     for rule, example in summary.examples.items():
@@ -252,20 +248,6 @@ def _print_summary(summary: IngestSummary, agent_id: str, lacks: str | None) -> 
         typer.echo(f"every line of them: rlhf feedback quarantine --agent {agent_id}")
     for name, why in summary.unreadable.items():
         typer.echo(f"not read: {name}: {why}", err=True)
-    if not summary.read and not summary.unreadable:
-        typer.echo(f"no row was found in {files}: a row is a line, or an entry of a list", err=True)
-
-
-def _unread(names: Sequence[str]) -> str:
-    """Return which columns may say who voted, as the end of a sentence."""
-    if not names:
-        return "; no other column is there that may say who voted"
-    shown = [f"{_printable(name[:LONGEST_COLUMN])!r}" for name in names[:MOST_COLUMNS]]
-    more = ", …" if len(names) > MOST_COLUMNS else ""
-    return (
-        f"; not read were the columns {', '.join(shown)}{more}. If one of them says who voted, "
-        "take these back (`rlhf feedback withdraw`), and the file in again with --map rater=COLUMN"
-    )
 
 
 def export(

@@ -25,6 +25,8 @@ from rlhf_pipeline.records import (
     ignore_progress,
 )
 
+MOST_COLUMNS, LONGEST_COLUMN = 20, 60  # names that a sentence shows, characters of a column's
+
 
 @dataclass(frozen=True, slots=True)
 class IngestSummary:
@@ -41,6 +43,42 @@ class IngestSummary:
     examples: Mapping[str, str] = field(default_factory=dict)  # rule -> where first, and what
     unsigned: int = 0  # of people's votes in files where none is signed, though each may be
     unread: Sequence[str] = ()  # columns of those files that were left, of which one may say who
+
+    @property
+    def counted_files(self) -> str:
+        """Return how many files were read, in words."""
+        return "1 file" if self.files == 1 else f"{self.files} files"
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return what the numbers do not say: whose votes nobody signed, or that no row was there.
+
+        What of the file stands in them is printable.
+        """
+        said = []
+        if self.unsigned:
+            said.append(
+                f"{self.unsigned:,} of {self.read:,} rows name no rater: each counts as another "
+                f"person{_left(self.unread)}"
+            )
+        if not self.read and not self.unreadable:
+            said.append(
+                f"no row was found in {self.counted_files}: a row is a line, or an entry of a list"
+            )
+        return said
+
+
+def _left(names: Sequence[str]) -> str:
+    """Return which columns may say who voted, as the end of a sentence."""
+    if not names:
+        return "; no other column is there that may say who voted"
+    shown = ", ".join(repr(name[:LONGEST_COLUMN]) for name in names[:MOST_COLUMNS])
+    more = ", …" if len(names) > MOST_COLUMNS else ""
+    return (
+        f"; not read were the columns {shown}{more}. If one of them says who voted, take these "
+        "back (`rlhf feedback withdraw`), and the file in again with --map rater=COLUMN, or once "
+        "the recipe names it (feedback.names)"
+    )
 
 
 def ingest(

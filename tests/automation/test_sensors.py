@@ -463,6 +463,24 @@ def test_a_dropped_file_is_read_by_the_names_that_the_agents_recipe_tells(ticks:
     assert sum(ticks.pipeline.store.quarantined("logs").values()) == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"prompt": "Why?", "chosen": "So.", "rejected": "No.", "Kunde": "ann"}', "'Kunde'"),
+        ("", "no row was found in 1 file"),
+    ],
+)
+def test_a_run_says_what_the_numbers_of_a_dropped_file_do_not(
+    ticks: Ticks, content: str, told: str
+) -> None:
+    path = ticks.state / "inbox" / "unsigned" / "votes.jsonl"
+    write_text(path, content)
+    asked = {"ops": {"take_in": {"config": {"agent_id": "unsigned", "path": str(path)}}}}
+    result = take_in(ticks, dg.RunRequest(run_config=asked))
+    [output] = [event for event in result.events_for_node("take_in") if event.is_successful_output]
+    assert told in str(output.step_output_data.metadata["remarks"].value)
+
+
 def test_a_table_in_the_inbox_is_said_to_wait_for_a_person(ticks: Ticks) -> None:
     inbox = ticks.state / "inbox" / "tables"
     inbox.mkdir(parents=True)

@@ -163,7 +163,8 @@ def _told(found: IngestSummary, agent_id: str) -> str:
         for rule, n in found.quarantined.items()
     ]
     words = f'<h2 id="taken">Taken in for {inert(agent_id)}</h2>'
-    return words + table(("", "rows", "why"), rows)
+    said = "".join(f"<p>{inert(remark)}</p>" for remark in found.remarks)
+    return words + table(("", "rows", "why"), rows) + said
 
 
 def _written(store: FeedbackStore, agent_id: str, kind: _Kind) -> Response:

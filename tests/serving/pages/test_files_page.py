@@ -107,6 +107,15 @@ def test_what_is_no_file_of_ours_is_refused_in_words(office: Office) -> None:
         assert office.client.request(method, path).status_code == 403  # an admin's alone
 
 
+def test_the_page_says_what_the_command_says_beside_the_numbers(office: Office) -> None:
+    page = office.take(
+        "a.csv", b"prompt;completion;label;<Kunde>\nWhy?;So.;true;Anna\n", agent="shop"
+    )
+    assert "<p>1 of 1 rows name no rater: each counts as another person" in page
+    assert "not read were the columns &#x27;&lt;Kunde&gt;&#x27;. If one of them says who" in page
+    assert "<p>no row was found in 1 file: a row is a line" in office.take("empty.jsonl", b"")
+
+
 @pytest.mark.parametrize("letter", ["x", "é", "漢", "\U0001f600"])
 def test_a_file_may_have_any_name_however_long(office: Office, letter: str) -> None:
     for length in (60, 83, 100, 200):
