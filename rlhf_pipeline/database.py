@@ -190,6 +190,13 @@ feedback = sa.Table(
         sqlite_where=FROM_MLFLOW,
         postgresql_where=FROM_MLFLOW,
     ),
+    sa.Index(
+        "ix_feedback_erased",
+        "agent_id",
+        "seq",
+        sqlite_where=sa.text("erased_at IS NOT NULL"),
+        postgresql_where=sa.text("erased_at IS NOT NULL"),
+    ),
     sqlite_autoincrement=True,  # a sequence number is never given twice, even after an erasure
 )
 

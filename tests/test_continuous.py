@@ -437,6 +437,22 @@ def test_a_turn_that_ended_or_lost_votes_to_an_erasure_is_not_gone_on_with(agent
     assert agent.unfinished() is None  # it is being trained
 
 
+def test_what_was_taken_back_starts_no_turn_and_is_in_none(agent: Agent) -> None:
+    agent.send(5)
+    agent.turn(agent.at - timedelta(hours=9), 1, "done")
+    agent.send(20, origin="wrong.csv")
+    agent.send(6)
+    until = now() + timedelta(seconds=600)
+    with patch("rlhf_pipeline.feedback.store.now", lambda: until):  # a moment ago
+        agent.store.withdraw("tea", agent.store.keys_from("tea", "wrong.csv"))
+    back = agent.newest()
+    with patch("rlhf_pipeline.feedback.store.now", lambda: until):
+        agent.send(1)
+    agent.at = until + timedelta(seconds=1)
+    assert agent.asks() == Due("tea", back, votes=6, attempt=1)
+    assert "of the 8 needed" in agent.refusal(min_new_feedback=8)
+
+
 def test_the_wait_doubles_up_to_six_hours() -> None:
     waits = [back_off(n) / timedelta(minutes=1) for n in (1, 2, 3, 7, 8, 9, 10_000)]
     assert waits == [5, 10, 20, 320, 360, 360, 360]

@@ -124,6 +124,7 @@ def test_votes_under_way_are_in_before_a_migration_looks_at_any(postgres_url: st
             "ix_interactions_person",
             "ix_feedback_other_interaction",
             "ix_feedback_from_mlflow",
+            "ix_feedback_erased",
         ):
             connection.exec_driver_sql(f"DROP INDEX {index}")
         connection.exec_driver_sql("DROP TABLE erased_keys")

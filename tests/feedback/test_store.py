@@ -415,6 +415,7 @@ def test_pairs_stored_in_the_order_they_were_named_become_one(any_database: Data
             "ix_interactions_person",
             "ix_feedback_other_interaction",
             "ix_feedback_from_mlflow",
+            "ix_feedback_erased",
         ):
             connection.exec_driver_sql(f"DROP INDEX {index}")
         connection.exec_driver_sql(
@@ -458,6 +459,7 @@ def test_what_a_machine_says_replaces_no_persons_vote_whoever_it_is_named_with(
     f = db.feedback
     with any_database.write() as connection:  # as a store of before had them
         connection.execute(f.update().values(voter=f.c.rater_id))
+        connection.exec_driver_sql("DROP INDEX ix_feedback_erased")
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0009'")
     assert effective(store) == every[2:]
     again = Database(any_database.url.render_as_string(hide_password=False))
@@ -482,7 +484,8 @@ def test_who_does_not_sign_is_somebody_else_each_time(store: FeedbackStore) -> N
 
 
 def test_a_vote_that_is_withdrawn_counts_until_then(store: FeedbackStore, tmp_path: Path) -> None:
-    store.append([vote("one"), vote("two", rater_id=None), vote("three", rater_id="bob")])
+    store.append([vote("one"), vote("two", rater_id=None)])
+    [kept] = store.append([vote("three", rater_id="bob")])
     then = snapshot.newest_seq(store.database, "tea")
     before = snapshot.fingerprint(store.database, "tea", then)
     assert store.withdraw("tea", ["one", "two", "unheard of"]) == 2
@@ -490,6 +493,9 @@ def test_a_vote_that_is_withdrawn_counts_until_then(store: FeedbackStore, tmp_pa
     assert store.counts("tea") == {"thumbs": 1}
     assert store.new_since("tea", then).votes == 0
     assert store.arrived("tea", then, 1) is None
+    assert [store.new_since("tea", 0, most=most).votes for most in (None, 9)] == [1, 1]
+    assert store.arrived("tea", 0, 1) == store.received_at(kept.feedback_id)
+    assert store.arrived("tea", 0, 2) is None
     told = overview(store, PromotionLedger(store.database), "tea").votes
     assert (told.counted, told.voters) == (3, 2)  # as they were received
     newest = snapshot.newest_seq(store.database, "tea")
@@ -498,6 +504,7 @@ def test_a_vote_that_is_withdrawn_counts_until_then(store: FeedbackStore, tmp_pa
     assert snapshot.fingerprint(store.database, "tea", then) == before
     store.append([vote("four")])  # they may say something else
     assert store.counts("tea") == {"thumbs": 2}
+    assert store.new_since("tea", 0).votes == 2
 
 
 def test_rows_of_a_vote_taken_back_count_when_they_come_in_again(store: FeedbackStore) -> None:
@@ -895,7 +902,8 @@ def test_looking_for_what_is_new_searches_by_number(tmp_path: Path) -> None:
                 plans += [row[3] for row in rows if " feedback " in f"{row[3]} "]
         with database.write() as connection:
             connection.exec_driver_sql("ANALYZE")
-    assert len(plans) == 4
+    assert len(plans) == 6
+    assert sum("ix_feedback_erased" in plan for plan in plans) == 2
     for plan in plans:
         assert "agent_id=? AND seq>?" in plan or "rowid>?" in plan
     database.close()
