@@ -45,6 +45,7 @@ from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import ANSWERS_AT_ONCE, catch_up, look
 from rlhf_pipeline.experiment.watch import go_back_if_failing
 from rlhf_pipeline.feedback.claims import NO_TRAINING
+from rlhf_pipeline.feedback.snapshot import newest_seq
 from rlhf_pipeline.feedback.sources import LINES, why_left
 from rlhf_pipeline.overview import Overview, overview
 from rlhf_pipeline.records import now
@@ -237,6 +238,8 @@ def dead_runs(
                 )
             )
             continue
+        if pipeline.store.withdrawn_from(claim.agent_id, claim.watermark):
+            continue  # it would learn from them; what is left may be too little for a turn
         attempt = len(attempts_at(claim.watermark, history)) + 1
         asked = request(
             Due(claim.agent_id, claim.watermark, 0, attempt),

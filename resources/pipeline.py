@@ -268,16 +268,19 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
     def _claim_of(self, run: dg.DagsterRun) -> Claim | None:
         """Return the run's claim; a run that a person set going again claims anew what had failed.
 
-        Raises dg.Failure where another run has it by now, and where somebody was erased since: what
-        was trained of it had learned from them.
+        Raises dg.Failure where another run has it by now, and where somebody was erased since, or
+        votes of it were taken back: what was trained of it had learned from them.
         """
         claim = self.claims.of_holder(run.root_run_id or run.run_id)
         if claim is None or run.parent_run_id is None or claim.state not in ("failed", "lost"):
             return claim
-        if erased_since(self.database, claim):
+        gone = "somebody was erased" if erased_since(self.database, claim) else None
+        if gone is None and self.store.withdrawn_from(claim.agent_id, claim.watermark):
+            gone = "some were taken back"
+        if gone is not None:
             raise dg.Failure(
-                "needed everybody whose votes this turn had begun to learn from, found that "
-                f"somebody was erased since; a new turn learns from what is left: `make train "
+                "needed all votes that this turn had begun to learn from, found that "
+                f"{gone} since; a new turn learns from what is left: `make train "
                 f"AGENT={claim.agent_id}`, or the job `retrain`",
                 allow_retries=False,
             )

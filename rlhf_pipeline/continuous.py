@@ -272,8 +272,9 @@ def unfinished(database: Database, history: list[Claim], settings: Settings) -> 
     What had finished is not trained again where the same votes are trained from, so these come
     before what was voted since: else an hour without MLflow costs a night, and a turn that takes
     longer than its deadline never ends. Not after the last attempt, nor on votes that came to a
-    verdict before, nor where an erasure took some of them out, nor from one who is champion no more
-    (but for this very turn's version, whose promotion an attempt did not outlive).
+    verdict before, nor where an erasure took some of them out or some were taken back, nor from one
+    who is champion no more (but for this very turn's version, whose promotion an attempt did not
+    outlive).
     """
     failed = [claim for claim in failed_since_verdict(history) if claim.watermark > 0]
     if not failed or failed[-1].state == "held":
@@ -289,7 +290,11 @@ def unfinished(database: Database, history: list[Claim], settings: Settings) -> 
     ):
         return None
     moves = PromotionLedger(database).history(agent_id)
-    if not moves or erased_since(database, latest):
+    if (
+        not moves
+        or erased_since(database, latest)
+        or FeedbackStore(database).withdrawn_from(agent_id, latest.watermark)
+    ):
         return None
     moved = moves[-1]
     own = moved.action == "promote" and moved.token in {claim.token for claim in tried}

@@ -437,6 +437,23 @@ def test_a_turn_that_ended_or_lost_votes_to_an_erasure_is_not_gone_on_with(agent
     assert agent.unfinished() is None  # it is being trained
 
 
+def test_a_turn_whose_votes_were_taken_back_is_not_gone_on_with(agent: Agent) -> None:
+    agent.send(4, origin="wrong.csv")
+    agent.send(1, rater_id="ann")
+    agent.send(1, rater_id="bob", origin="mlflow")
+    move(agent, "baseline", 0)
+    claim = agent.turn(agent.at - timedelta(hours=9), 1, "failed")
+    trained_rewards(agent, claim)
+    agent.send(1, rater_id="ann", number=0.0, origin="wrong.csv")  # changed, then taken back
+    agent.store.withdraw("tea", ["5", "6"])  # "5" as somebody changed it in MLflow
+    agent.send(5)
+    assert agent.unfinished() is not None
+    agent.store.withdraw("tea", agent.store.keys_from("tea", "wrong.csv"))
+    agent.send(4, origin="right.csv")
+    assert agent.unfinished() is None
+    assert agent.asks() == Due("tea", agent.newest(), votes=9, attempt=1)
+
+
 def test_what_was_taken_back_starts_no_turn_and_is_in_none(agent: Agent) -> None:
     agent.send(5)
     agent.turn(agent.at - timedelta(hours=9), 1, "done")

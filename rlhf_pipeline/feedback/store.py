@@ -404,6 +404,21 @@ class FeedbackStore:
             query = sa.select(f.received_at).where(f.seq == began.scalar_subquery())
             return connection.execute(query).scalar()
 
+    def withdrawn_from(self, agent_id: str, watermark: int) -> bool:
+        """Say whether votes were taken back since that counted up to the watermark.
+
+        Not where somebody changed in MLflow what they had said: that is another vote of theirs.
+        """
+        f, before = db.feedback.c, db.feedback.alias("before").c
+        replaced = sa.select(sa.func.max(before.seq)).where(*_same(before), before.seq < f.seq)
+        query = sa.exists().where(
+            *_takes_back(agent_id, watermark),
+            f.origin != "mlflow",
+            replaced.scalar_subquery() <= watermark,
+        )
+        with self.database.read() as connection:
+            return bool(connection.execute(sa.select(query)).scalar_one())
+
     def counts(self, agent_id: str) -> dict[str, int]:
         """Return how many effective votes of each kind there are."""
         e = db.effective_feedback

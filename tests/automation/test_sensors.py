@@ -826,6 +826,23 @@ def test_a_dead_run_is_marked_failed_and_asked_for_again(ticks: Ticks) -> None:
     )
 
 
+def test_a_dead_turn_whose_votes_were_taken_back_is_not_asked_for_again(
+    ticks: Ticks,
+) -> None:
+    agent, store = "mistaken", ticks.pipeline.store
+    ticks.vote(agent, 40)
+    run = ticks.start_run(agent, job="retrain")
+    seen = snapshot.newest_seq(ticks.pipeline.database, agent)
+    mark = snapshot.fingerprint(ticks.pipeline.database, agent, seen)
+    ticks.pipeline.claims.claim(
+        agent, mark, seen, holder=run.run_id, asked_by="sensor", lease=EXPIRED
+    )
+    assert store.withdraw(agent, store.keys_from(agent, "api")) == 40
+    ticks.vote(agent, 1)
+    assert ticks.tick("dead_runs").run_requests == []
+    assert ticks.pipeline.claims.held(agent) is None
+
+
 def test_a_dead_run_is_asked_for_again_though_mlflow_refuses_another(ticks: Ticks) -> None:
     for agent_id in ("aaa", "bbb"):
         ticks.vote(agent_id, 40)

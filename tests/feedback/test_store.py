@@ -507,6 +507,26 @@ def test_a_vote_that_is_withdrawn_counts_until_then(store: FeedbackStore, tmp_pa
     assert store.new_since("tea", 0).votes == 2
 
 
+def test_whether_votes_were_taken_back_is_known_of_those_up_to_a_number(
+    any_database: Database,
+) -> None:
+    store = FeedbackStore(any_database)
+    store.append([vote("one", origin="votes.csv"), vote("two", rater_id="bob", origin="mlflow")])
+    seen = snapshot.newest_seq(any_database, "tea")
+    store.append([vote("three", rater_id="cat", origin="late.csv"), vote("four", rater_id="dan")])
+    store.append([vote("anew", rater_id="dan", origin="late.csv")])  # a change of mind
+    store.withdraw("tea", ["two", *store.keys_from("tea", "late.csv")])
+    assert not store.withdrawn_from("tea", seen)
+    assert store.withdrawn_from("tea", seen + 1)
+    store.withdraw("tea", ["one"])
+    newest = snapshot.newest_seq(any_database, "tea")
+    store.append([vote("one", number=0.0, origin="votes.csv")])
+    found = [store.withdrawn_from("tea", number) for number in (0, seen, newest, newest + 1)]
+    assert found == [False, True, False, False]
+    assert not store.withdrawn_from("coffee", seen)
+    assert store.new_since("tea", 0).votes == 1
+
+
 def test_rows_of_a_vote_taken_back_count_when_they_come_in_again(store: FeedbackStore) -> None:
     raters = {"one": "a" * 32, "two": None, "three": "b" * 32}
     rows = [vote(key, rater_id=who, origin="votes.csv") for key, who in raters.items()]

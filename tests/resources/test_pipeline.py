@@ -574,6 +574,25 @@ def test_no_failed_run_goes_on_with_what_had_learned_from_somebody_erased_since(
     pipeline.teardown_after_execution(dg.build_init_resource_context())
 
 
+def test_no_failed_run_goes_on_with_votes_that_were_taken_back(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    votes = tmp_path / "votes.jsonl"
+    vote = {"kind": "thumbs", "prompt": "Why?", "completion": "Because.", "value": "up"}
+    write_text(votes, json.dumps({**vote, "rater": "ann"}))
+    ingest(pipeline.store, votes, "a")
+    claim = pipeline.claims.claim("a", "f" * 64, 1, holder="run", asked_by="person")
+    pipeline.end_without_verdict(claim, "disk full", "FAILED")
+    assert pipeline.store.withdraw("a", pipeline.store.keys_from("a", "votes.jsonl")) == 1
+    with (
+        pytest.raises(dg.Failure, match="some were taken back since") as failed,
+        pipeline.turn(context_of("again", parent="run")),
+    ):
+        pass
+    assert not failed.value.allow_retries
+    assert pipeline.claims.held("a") is None
+
+
 def test_promoting_needs_a_champion_to_replace(pipeline: Pipeline, tmp_path: Path) -> None:
     pipeline.store.ensure_agent("a")
     claim = pipeline.claims.claim("a", "f" * 64, 1, holder="run", asked_by="person")
