@@ -240,6 +240,13 @@ def _of_a_scale(event: Feedback) -> str:
         scale = "1 to 10, the whole numbers from 1 to 5 of a file have passed as ratings"
         means = "--means 10=1 --means 9=0.89 and so on to --means 1=0"
         again = f"with every vote as a `score` from 0 to 1 ({as_score} {means})"
+    elif number < 0:
+        scale = "-1 to 1, the 0s of a file have passed as the worst vote"
+        means = "--means -1=0 --means 0=0.5 --means 1=1"
+        again = f"with every vote from 0 to 1, as with {means}"
+        if event.kind is FeedbackKind.thumbs:
+            without = "without the rows that say 0 and with --means -1=down"
+            again = f"as scores ({as_score} {means}), or {without}"
     elif number <= 1 or number % 1:
         return MEND
     else:

@@ -177,6 +177,34 @@ def test_who_sends_stars_as_something_else_is_told_that_their_1s_passed(
         assert [event.number for event in scores] == [0, 0.25, 0.5, 0.75, 1]
 
 
+@pytest.mark.parametrize(
+    ("fixed", "field"),
+    [({"kind": "thumbs"}, "value"), ({"kind": "score"}, "value"), ({}, "quality")],
+)
+def test_who_sends_a_scale_around_0_is_told_that_its_0s_passed_as_the_worst_vote(
+    tmp_path: Path, fixed: dict[str, str], field: str
+) -> None:
+    path = tmp_path / "thumbs.csv"
+    path.write_text("prompt,completion,vote\nq,a,1\nq,b,0\nq,c,-1\n")
+    votes = Renaming({field: "vote"}, fixed)
+    *passed, aside = rows_of(path, votes)
+    assert [event.number for event in passed] == [1, 0]
+    _, _, way = aside.detail.partition("of a scale as -1 to 1, ")
+    assert way.startswith("the 0s of a file have passed as the worst vote: take it back (rlhf ")
+    means = "--means -1=0 --means 0=0.5 --means 1=1"
+    as_score = f"--set kind=score --map value=COLUMN {means})"
+    assert (as_score if fixed == {"kind": "thumbs"} else means) in way
+    words = {"-1": "0", "0": "0.5", "1": "1"}
+    kind = {"kind": "score"} if fixed else {}
+    scores = rows_of(path, Renaming({field: "vote"}, kind, words))
+    assert [event.number for event in scores] == [1, 0.5, 0]
+    if fixed == {"kind": "thumbs"}:
+        assert "or without the rows that say 0 and with --means -1=down" in way
+        path.write_text("prompt,completion,vote\nq,a,1\nq,c,-1\n")
+        thumbs = rows_of(path, replace(votes, words={"-1": "down"}))
+        assert [event.number for event in thumbs] == [1, 0]
+
+
 def test_who_sends_a_longer_scale_as_ratings_is_told_that_its_lower_numbers_passed(
     tmp_path: Path,
 ) -> None:
