@@ -116,6 +116,7 @@ INSTEAD = (PROMPTS, WHO, VOTED)
 SCORES = ("chosen_score", "rejected_score", "score_chosen", "score_rejected")
 JUDGED = tuple(f"completion_{side}{what}" for side in "ab" for what in ("", "_is_acceptable"))
 NUMBER = re.compile(r"[+-]?[0-9]{1,9}(?:[.,][0-9]{1,9})?")
+COUNT = re.compile(r"[0-9]{9}")  # one digit more than a date, where a T or a blank has to stand
 HASHED_RATER = re.compile(r"[0-9a-f]{32}")
 TURN = re.compile(r"\n\n(Human|Assistant):")
 FIRST_TURN, LAST_TURN = "\n\nHuman:", "\n\nAssistant:"
@@ -315,10 +316,13 @@ def _moment(values: Values, zone: tzinfo | None) -> datetime | None:
         moment = datetime.combine(told, time())
     else:
         try:
+            if COUNT.match(told):  # of milliseconds, which as ISO 8601 may be the year 1770
+                raise ValueError(told)
             moment = datetime.fromisoformat(told)
         except (ValueError, TypeError):  # a number may count seconds or milliseconds
             which = "with its zone" if zone is None else "(2026-05-01 12:00)"
-            refuse(Rule.bad_time, f"occurred_at as ISO 8601 {which}", told)
+            remedy = f"{MEND}; write a count of seconds or milliseconds as 2026-05-01T12:00:00Z"
+            refuse(Rule.bad_time, f"occurred_at as ISO 8601 {which}", told, remedy)
     if moment.tzinfo is None and zone is None:
         remedy = f"{MEND}, or say of which zone such moments are: rlhf ingest --zone Europe/Berlin"
         refuse(Rule.bad_time, "occurred_at with its zone, such as a final Z", told, remedy)

@@ -171,12 +171,27 @@ def test_moments_at_the_edge_of_the_calendar_are_of_a_year_that_every_zone_has(
 
 
 def test_a_moment_as_a_number_is_told_how_moments_are_written(tmp_path: Path) -> None:
-    rows = [{**THUMBS, "occurred_at": when} for when in (1682351591.1, 1682351591100, True)]
+    counts = (1682351591.1, 1682351591100, True)
+    # As text they could be the year 1770 at 23:45.
+    texts = ("1770123112345", "1770123112345.0", "1770123112345Z", "1795000000000", "1770123112")
+    rows = [{**THUMBS, "occurred_at": when} for when in (*counts, *texts)]
     _, aside = read_all(write_lines(tmp_path / "f.jsonl", rows))
-    assert rules_of(aside) == [(line, "bad_time") for line in (1, 2, 3)]
+    assert rules_of(aside) == [(line, "bad_time") for line in range(1, 9)]
     assert aside[0].detail.startswith(
         "needed occurred_at as ISO 8601 with its zone, found 1682351591.1;"
     )
+    words = "write a count of seconds or milliseconds as 2026-05-01T12:00:00Z"
+    assert {row.detail.rpartition("; ")[2] for row in aside} == {words}
+    (tmp_path / "f.csv").write_text(
+        "kind,value,prompt,completion,occurred_at\n"
+        "thumbs,up,Why?,So.,1770123112345\n"
+        "thumbs,up,Why?,So.,20260501\n"
+        "thumbs,up,Why?,So.,20260501T1400\n"
+    )
+    events, aside = read_all(tmp_path / "f.csv", renaming=BERLIN)
+    assert rules_of(aside) == [(2, "bad_time")]
+    days = [datetime(2026, 4, 30, 22, tzinfo=UTC), datetime(2026, 5, 1, 12, tzinfo=UTC)]
+    assert [event.occurred_at for event in events] == days
 
 
 def test_a_number_that_a_parquet_column_has_as_text_is_read_as_in_other_tables(
