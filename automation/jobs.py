@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import os
 import re
 import stat
 import time
@@ -17,6 +16,7 @@ from resources.pipeline import ASKED_BY, Pipeline
 from rlhf_pipeline.config import INBOX_DONE
 from rlhf_pipeline.continuous import Due
 from rlhf_pipeline.errors import ClaimLost
+from rlhf_pipeline.feedback.inbox import stamp_of
 from rlhf_pipeline.feedback.rules import AGENT_ID
 from rlhf_pipeline.feedback.sources import LINES
 from rlhf_pipeline.files import fitting, made_by_another, moved
@@ -194,6 +194,7 @@ def _take_in(
         return None
     if problem := unfit_to_take(path):
         raise dg.Failure(f"{path} is {problem}", allow_retries=False)
+    pipeline.store.ensure_agent(agent_id)  # though nothing of the file goes in: people look there
     own_names = pipeline.settings(agent_id).feedback.names.renaming()
     summary = ingest(pipeline.store, [path], agent_id, renaming=own_names)
     if _stamp(path) != before:
@@ -201,11 +202,6 @@ def _take_in(
     else:
         _set_aside(path)
     return summary
-
-
-def stamp_of(found: os.stat_result) -> str:
-    """Return what another file of the name, or another state of the file, differs in."""
-    return f"{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
 
 
 def unfit_to_take(path: Path) -> str:

@@ -7,6 +7,7 @@ cool-down) and by `rlhf pause`, which work the same with and without the UI.
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, timedelta
 from typing import Any
 
@@ -25,7 +26,7 @@ from automation.jobs import (
     ingest_file,
     request,
     retrain,
-    stamp_of,
+    take_in,
     unfit_to_take,
     why_failed_in_our_words,
 )
@@ -45,13 +46,14 @@ from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import ANSWERS_AT_ONCE, catch_up, look
 from rlhf_pipeline.experiment.watch import go_back_if_failing
 from rlhf_pipeline.feedback.claims import NO_TRAINING
-from rlhf_pipeline.feedback.snapshot import newest_seq
+from rlhf_pipeline.feedback.inbox import Refused, keep_refused, refused_files, stamp_of
 from rlhf_pipeline.feedback.sources import LINES, why_left
 from rlhf_pipeline.overview import Overview, overview
 from rlhf_pipeline.records import now
 
 log = structlog.get_logger()
 RUNNING = dg.DefaultSensorStatus.RUNNING
+ENDED_BADLY = {dg.DagsterEventType.RUN_FAILURE, dg.DagsterEventType.RUN_CANCELED}
 SETTLED = timedelta(minutes=1)  # since a dropped file was written to: longer than a writer's pause
 
 
@@ -139,6 +141,7 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
     before: dict[str, int] = json.loads(context.cursor or "{}")
     sizes: dict[str, int] = {}
     requests, reasons = [], []
+    kept, refused = refused_files(settings), dict[str, Refused]()
     if settings.feedback.enabled:
         for path in sorted(inbox.glob("*/*")):
             if path.name.startswith("."):
@@ -165,9 +168,13 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
                 continue  # whoever writes it may only pause; where clocks differ it is near too
             key = f"{path}:{stamp_of(stat)}"
             ended = _came_to_nothing(context.instance, key)
-            most = settings.continuous_learning.max_attempts
+            is_over = len(ended) >= settings.continuous_learning.max_attempts
+            if ended:
+                name = f"{path.parent.name}/{path.name}"
+                stamp, known = stamp_of(stat), kept.get(name)
+                refused[name] = _refused(context.instance, stamp, ended, known, is_over=is_over)
             words = f"{len(ended)} runs for {path.name} came to nothing"
-            if (reason := _why_wait(ended, words, is_over=len(ended) >= most)) is not None:
+            if (reason := _why_wait(ended, words, is_over=is_over)) is not None:
                 reasons.append(reason)
                 continue
             requests.append(
@@ -181,6 +188,10 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
                     },
                 )
             )
+    try:
+        keep_refused(settings, refused)
+    except OSError:  # a full disk perhaps; whether a run starts does not rest on it
+        log.exception("refused files not kept")
     waiting = "; ".join([f"{len(sizes)} files in {inbox}, none ready to take in", *reasons])
     skip = None if requests else waiting
     return dg.SensorResult(run_requests=requests, skip_reason=skip, cursor=json.dumps(sizes))
@@ -189,6 +200,29 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
 def _came_to_nothing(instance: dg.DagsterInstance, key: str) -> Sequence[dg.RunRecord]:
     """Return the runs that did not take the file in as it is; their run keys are used up."""
     return instance.get_run_records(dg.RunsFilter(tags={DROPPED: key}, statuses=CAME_TO_NOTHING))
+
+
+def _refused(
+    instance: dg.DagsterInstance,
+    stamp: str,
+    ended: Sequence[dg.RunRecord],
+    kept: Refused | None,
+    *,
+    is_over: bool,
+) -> Refused:
+    """Return what is told of a file at which these runs ended; the last one's log is read once."""
+    if kept is not None and (kept.stamp, kept.runs) == (stamp, len(ended)):
+        return replace(kept, is_over=is_over)
+    last = max(ended, key=lambda record: record.update_timestamp).dagster_run
+    events = _events(instance, last)
+    said = [e.message for e in events if e.event_type in ENDED_BADLY]
+    why = why_failed_in_our_words(events, (said and said[-1]) or last.status.value)
+    return Refused(stamp, len(ended), is_over, why.removeprefix(f"{take_in.name}: "))
+
+
+def _events(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[dg.DagsterEvent]:
+    logs = instance.all_logs(run.run_id)
+    return [entry.dagster_event for entry in logs if entry.dagster_event is not None]
 
 
 @dg.sensor(
@@ -418,8 +452,7 @@ def run_failed(context: dg.RunFailureSensorContext, pipeline: Pipeline) -> None:
     log.error("run failed", job=run.job_name, run=run.run_id, agent=run.tags.get(AGENT, ""))
     of = f" of {run.tags[AGENT]}" if AGENT in run.tags else ""  # pruning is everybody's
     text = f"{run.job_name}{of} failed"
-    logs = context.instance.all_logs(run.run_id)
-    events = [entry.dagster_event for entry in logs if entry.dagster_event is not None]
+    events = _events(context.instance, run)
     message = why_failed_in_our_words(events, context.failure_event.message or "")
     body = {"text": text, "run": run.run_id, "message": message}
     try:

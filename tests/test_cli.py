@@ -46,6 +46,7 @@ from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, SIGN, Arms, d
 from rlhf_pipeline.experiment.sequences import Sample
 from rlhf_pipeline.feedback import formats
 from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.inbox import Refused, keep_refused, stamp_of
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.records import as_messages, hash_rater, user_prompt
@@ -868,6 +869,16 @@ def test_files_that_nothing_takes_out_of_an_inbox_are_told(rlhf: Run, tmp_path: 
     for n in range(9):
         write(inbox / f"z{n}.xlsx", "")
     assert "; and 6 more" in " ".join(rlhf("status").stdout.split())
+    settings = Workspace(None, str(tmp_path / "state")).settings
+    stamp = stamp_of((inbox / "votes.jsonl").stat())
+    for kept in (stamp, f"{stamp}9"):  # another state of it has not been tried
+        refused = Refused(kept, runs=3, is_over=True, why="needed a rater\x1b")
+        keep_refused(settings, {"tea/votes.jsonl": refused})
+        told = " ".join(rlhf("status").stdout.split())
+        assert ("so: needed a rater" in told) == (kept == stamp)
+        assert "\x1b" not in told
+    write(tmp_path / "state" / "inbox.json", "half of it {")
+    assert "votes.jsonl" not in rlhf("status").stdout
 
 
 def test_who_promotes_is_chosen_per_agent(rlhf: Run, tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ from rlhf_pipeline.commands.common import (
     workspace,
 )
 
-MOST_LEFT = 5  # files in an inbox that a terminal shows
-
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
     from rlhf_pipeline.feedback.claims import Claim
@@ -88,6 +86,7 @@ def automatic(
 def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
     from rlhf_pipeline.continuous import lacks_for_reward
     from rlhf_pipeline.errors import ConfigError, PipelineError
+    from rlhf_pipeline.feedback.inbox import left_in
 
     row = here.store.agent(agent_id)
     own = row.recipe if row is not None else None
@@ -114,22 +113,13 @@ def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
         "votes": votes,
         "reward_lacks": lacks,
         "quarantine": here.store.quarantined(agent_id),
-        "inbox": _left_in_inbox(here, agent_id),
+        "inbox": left_in(here.settings, agent_id),
         "champion": None if standing.champion is None else standing.champion.version,
         "challenger": None if standing.challenger is None else standing.challenger.version,
         "last_promotion": _promotion(standing.history[-1]) if standing.history else None,
         "last_turn": _turn(turns[-1]) if turns else None,
         "next_turn": next_turn,
     }
-
-
-def _left_in_inbox(here: Workspace, agent_id: str) -> list[str]:
-    """Return why files in the inbox are not taken in by themselves, and what to do about each."""
-    from rlhf_pipeline.feedback.sources import why_left
-
-    inbox = here.settings.inbox_folder(agent_id)
-    left = [why_left(path) for path in sorted(inbox.glob("*")) if path.is_file()]
-    return [why for why in left if why is not None]
 
 
 def _next_turn(here: Workspace, agent_id: str, settings: Settings) -> str:
@@ -185,6 +175,8 @@ def _print_status(values: dict[str, Any]) -> None:
 
 
 def _shortly(left: list[str]) -> str:
+    from rlhf_pipeline.feedback.inbox import MOST_LEFT
+
     more = f"; and {len(left) - MOST_LEFT} more" if len(left) > MOST_LEFT else ""
     return inert("; ".join(left[:MOST_LEFT])) + more
 

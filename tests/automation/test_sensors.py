@@ -44,6 +44,7 @@ from rlhf_pipeline.evaluation.facts import DRIFT
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.watch import WATCH
 from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.inbox import left_in, refused_files
 from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
 from rlhf_pipeline.feedback.withdrawn import lines_in, unread_in
 from rlhf_pipeline.files import folder_sha256, locked, read_yaml, write_text
@@ -548,7 +549,42 @@ def take_in(ticks: Ticks, request: dg.RunRequest) -> dg.ExecuteInProcessResult:
         run_config={**request.run_config, **QUIET},
         resources={"pipeline": ticks.pipeline},
         raise_on_error=False,
+        tags=dict(request.tags),
     )
+
+
+def test_a_file_whose_runs_failed_is_told_with_why_until_it_changes(ticks: Ticks) -> None:
+    def left() -> list[str]:
+        ticks.set()
+        return left_in(ticks.pipeline.settings(), "refused")
+
+    path = ticks.state / "inbox" / "refused" / "votes.jsonl"
+    write_text(path, '{"apples": 3}\n')
+    seen = ticks.tick("dropped_files")
+    settle(path)
+    [request] = ticks.tick("dropped_files", seen.cursor).run_requests
+    assert left() == []  # it waits for its first run
+    assert not take_in(ticks, request).success
+    assert "refused" in ticks.pipeline.store.agents()  # or nobody could look at it
+    (ticks.state / "inbox.json").mkdir()  # what cannot be written keeps nothing from going on
+    assert "next in" in str(ticks.tick("dropped_files", seen.cursor).skip_message)
+    (ticks.state / "inbox.json").rmdir()
+    ticks.tick("dropped_files", seen.cursor)
+    [told] = left()
+    assert told.startswith("votes.jsonl has lain there since 20")
+    assert "; 1 runs for it came to nothing, the last of them so: needed a row of a known" in told
+    assert told.endswith("; another starts by itself")
+    ticks.set(continuous_learning={"max_attempts": 2})
+    run = ticks.start_run("refused", **request.tags)
+    ticks.instance.report_run_failed(run, "the process was killed")
+    tick = ticks.tick("dropped_files", seen.cursor)
+    assert "2 runs for votes.jsonl came to nothing; a person must look" in str(tick.skip_message)
+    [told] = left()
+    assert told.endswith(" so: the process was killed; mend that, then touch the file")
+    path.touch()
+    assert left() == []
+    ticks.tick("dropped_files", seen.cursor)
+    assert refused_files(ticks.pipeline.settings()) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """`/dashboard`: where every agent stands, on one page for people who run the service.
 
 Made by the server, without a script: numbers, tables and pictures (PNG, inside the page), so its
-content security policy lets nothing else in. It shows no words that anybody wrote.
+content security policy lets nothing else in. It shows no words that anybody wrote, but for the
+names of dropped files and of their columns, where those could not be taken in.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from rlhf_pipeline.alerts import UNSEEN, Alert, alerts_about
+from rlhf_pipeline.feedback.inbox import MOST_LEFT, left_in
 from rlhf_pipeline.overview import (
     FEWEST,
     HUNDREDTH,
@@ -90,6 +92,7 @@ def add_dashboard(
             alerts,
             known,
             links,
+            left=left_in(gateway.champions.settings, agent_id),
             waiting=gateway.waiting,
             nonce=nonce,
         )
@@ -112,6 +115,7 @@ def render(
     agents: Sequence[str],
     links: Mapping[str, str],
     *,
+    left: Sequence[str] = (),
     waiting: int,
     nonce: str,
 ) -> str:
@@ -120,6 +124,7 @@ def render(
         _nav(o.agent_id, agents, links),
         f"<h1>{inert(o.agent_id)}</h1><p>{_summary(o)}</p>",
         _told(alerts),
+        _left(left),
         _facts(o, waiting),
         f"<h2>Feedback, {_last(len(o.votes.days))}</h2>",
         picture(votes_figure(o), "votes received, by day") if o.votes.by_kind else "<p>None.</p>",
@@ -173,6 +178,13 @@ def _told(alerts: Sequence[Alert]) -> str:
         f'<p class="bad">{_b(inert(a.name.replace("_", " ")))}: {inert(a.words)}</p>'
         for a in alerts
     )
+
+
+def _left(left: Sequence[str]) -> str:
+    shown = [inert(why) for why in left[:MOST_LEFT]]
+    if len(left) > MOST_LEFT:
+        shown.append(f"and {len(left) - MOST_LEFT} more: <code>rlhf status --json</code>")
+    return "".join(f'<p class="bad">{_b("inbox")}: {why}</p>' for why in shown)
 
 
 def votes_figure(o: Overview) -> Figure:

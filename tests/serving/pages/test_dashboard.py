@@ -25,6 +25,7 @@ from rlhf_pipeline.evaluation.facts import DRIFT
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import AHEAD, Claim, ClaimBook
+from rlhf_pipeline.feedback.inbox import Refused, keep_refused, stamp_of
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import write_json
 from rlhf_pipeline.overview import DAYS, Standing, Votes, Waits, overview
@@ -472,7 +473,9 @@ def test_with_few_or_many_people_only_what_is_so_is_said() -> None:
     assert "median / p95 of 1,000<" in many
 
 
-def test_what_people_wrote_is_shown_inert(store: FeedbackStore, ledger: PromotionLedger) -> None:
+def test_what_people_wrote_is_shown_inert(
+    store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
+) -> None:
     claims, book = ClaimBook(store.database), ExperimentBook(store.database)
     claim = claims.claim("tea", "f", 29, holder="run", asked_by="person")
     assert claim is not None
@@ -482,9 +485,15 @@ def test_what_people_wrote_is_shown_inert(store: FeedbackStore, ledger: Promotio
     verdict = {"reasons": [HOSTILE], "differences": {"satisfaction": difference}}
     book.record(begun, "continue", verdict)
     store.set_agent("tea", paused_reason=HOSTILE)
+    settings = Settings(state_dir=tmp_path)
+    dropped = settings.inbox_folder("tea") / "votes.jsonl"
+    write_json(dropped, HOSTILE)
+    refused = Refused(stamp_of(dropped.stat()), runs=3, is_over=True, why=HOSTILE)
+    keep_refused(settings, {"tea/votes.jsonl": refused})
     app = FastAPI()
     champions = SimpleNamespace(
         registry=SimpleNamespace(ledger=ledger),
+        settings=settings,
         settings_of=lambda agent_id: Settings(alerts=AlertSettings(refused_in_a_row=1)),
     )
     gateway = SimpleNamespace(store=store, champions=champions, waiting=3)
@@ -493,7 +502,13 @@ def test_what_people_wrote_is_shown_inert(store: FeedbackStore, ledger: Promotio
     page = client.get("/dashboard")  # leads to the first agent
     assert page.status_code == 200
     assert "<script" not in page.text
-    assert page.text.count("&lt;script&gt;alert(") == 3
+    assert page.text.count("&lt;script&gt;alert(") == 4
+    assert "<b>inbox</b>: votes.jsonl has lain there since 20" in page.text
+    for n in range(5):
+        write_json(dropped.with_name(f"a{n}.csv"), HOSTILE)
+    more = client.get("/dashboard/tea").text
+    assert "<b>inbox</b>: a4.csv is not called .jsonl" in more
+    assert "<b>inbox</b>: and 1 more: " in more
     assert page.text.count("data:image/png;base64,") == 3
     assert "<b>34%</b>by the busiest of 20" in page.text  # a hundredth of them is nobody
     assert "<b>0.95 / 1.80 s</b>an answer, median / p95 of 20" in page.text
@@ -535,6 +550,7 @@ def test_an_agent_that_cannot_be_looked_at_has_a_page_that_says_so(
     app = FastAPI()
     champions = SimpleNamespace(
         registry=SimpleNamespace(ledger=PromotionLedger(store.database)),
+        settings=Settings(),
         settings_of=lambda _: Settings(),
     )
     gateway = SimpleNamespace(store=store, champions=champions, waiting=0)
