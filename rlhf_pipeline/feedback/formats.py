@@ -193,7 +193,9 @@ def events(row: Row) -> Iterator[Feedback]:
     if unknown:
         refuse(Rule.unknown_field, f"fields out of {', '.join(sorted(EVENT_FIELDS))}", unknown)
     if values.get("agent_id", row.agent_id) != row.agent_id:
-        refuse(Rule.other_agent, f"rows of agent {row.agent_id!r}", values["agent_id"])
+        own = ascii(row.agent_id)
+        remedy = f"{MEND}, or, of a file that is meant for it: rlhf ingest --set agent_id={own}"
+        refuse(Rule.other_agent, f"rows of agent {own}", values["agent_id"], remedy)
     kind = _kind(values)
     fields: dict[str, Any] = {name: _text(values, name) for name in EVENT_TEXTS}
     for name in ANSWERS:

@@ -1572,6 +1572,15 @@ def test_a_file_of_no_known_format_lists_the_formats(tmp_path: Path) -> None:
         read_all(path, format="xml")
 
 
+def test_rows_of_another_agent_are_told_how_they_are_taken_in_all_the_same(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "f.jsonl", [{**THUMBS, "agent_id": "te"}])
+    _, [aside] = read_all(path)
+    assert aside.rule == "other_agent"
+    assert aside.detail.endswith("of a file that is meant for it: rlhf ingest --set agent_id='tea'")
+    [event], _ = read_all(path, renaming=Renaming(fixed={"agent_id": "tea"}))
+    assert event.agent_id == "tea"
+
+
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="check the path"):
         read_all(tmp_path / "nothing.jsonl")
