@@ -741,10 +741,10 @@ def _messages_in(text: str, name: str) -> list[Any] | None:
     except (ValueError, RecursionError):
         return None
     items = said if isinstance(said, list) else [said]
-    return items if items and all(map(_is_message, items)) else None
+    return items if items and all(map(is_message, items)) else None
 
 
-def _is_message(item: Any) -> bool:
+def is_message(item: Any) -> bool:
     """Say whether it can be but a message: an answer may be JSON of something else."""
     if not isinstance(item, dict):
         return False

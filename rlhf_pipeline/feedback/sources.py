@@ -393,12 +393,26 @@ def _detect(values: Values, origin: str) -> Format:
     for each in FORMATS:
         if each.matches(values):
             return each
+    way = "or name the format"
+    if name := next((name for name in values if _holds_rows(name, values[name])), None):
+        way += f", or, as its {name!r} is a list, write each of that on a line (jq -c '.{name}[]')"
     raise SourceError(
         f"needed a row of a known format ({', '.join(FORMAT_NAMES[1:])}) in {origin}, found one "
         f"with the fields {ascii(sorted(map(str, values)))[:200]}; rename them to those of "
         "`events` (kind, prompt, completion, value, rater), `pairs` (prompt, chosen, rejected) or "
         "`quality` (messages, label), tell `rlhf ingest` which they are with --map and --set, or "
-        "once in the recipe (feedback.names), or name the format"
+        f"once in the recipe (feedback.names), {way}"
+    )
+
+
+def _holds_rows(name: str, value: Any) -> bool:
+    """Say whether it is a list of objects, but no conversation, under a name that jq takes bare."""
+    return (
+        name.isascii()
+        and name.isidentifier()
+        and isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, dict) and not formats.is_message(item) for item in value)
     )
 
 

@@ -1572,6 +1572,18 @@ def test_a_file_of_no_known_format_lists_the_formats(tmp_path: Path) -> None:
         read_all(path, format="xml")
 
 
+def test_a_list_of_rows_in_an_object_on_one_line_is_told_how_to_write_them(tmp_path: Path) -> None:
+    rows = [{"question": "Why?", "reply": "So.", "score": 1}]
+    hint = r"or, as its 'data' is a list, write each of that on a line \(jq -c '\.data\[\]'\)$"
+    with pytest.raises(SourceError, match=hint):
+        read_all(write_lines(tmp_path / "u.json", [{"data": rows, "meta": {"page": 1}}]))
+    chat = [{"role": "user", "content": "Why?"}]
+    others: list[dict[str, Any]] = [{"turns": chat}, {"data": []}, {"my rows": rows}, {"a": ["b"]}]
+    for row in others:
+        with pytest.raises(SourceError, match=r"or name the format$"):
+            read_all(write_lines(tmp_path / "u.json", [row]))
+
+
 def test_rows_of_another_agent_are_told_how_they_are_taken_in_all_the_same(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "f.jsonl", [{**THUMBS, "agent_id": "te"}])
     _, [aside] = read_all(path)
