@@ -41,7 +41,7 @@ from rlhf_pipeline.records import (
     SftExample,
     prompt_to_json,
 )
-from rlhf_pipeline.reward import REPORT, TRUNK
+from rlhf_pipeline.reward import REPORT, SETTINGS, TRUNK
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.ppo.settings import PpoSettings
     from rlhf_pipeline.reward.composite import CompositeReward
     from rlhf_pipeline.reward.model import LearnedReward
+    from rlhf_pipeline.reward.settings import FunctionSettings
 
 Row = TypeVar("Row", PreferencePair, RewardExample)
 KeepGoing = Callable[[], None]
@@ -538,12 +539,43 @@ def reward_models_of(settings: Settings) -> RewardModels:
     reward, base = settings.reward, settings.reward.base
     adapts = reward.lora_rank > 0
     return RewardModels(
+        beside=named_models(reward.functions, settings.policy.device),
         config=None if base is None else read_config(base),
         shares=adapts and base is None,
         likelihood=reward.reads_likelihood,
         number_bytes=2 if adapts and settings.policy.frozen_dtype == "bfloat16" else FULL,
         tokens_at_once=tokens_at_once(choose_device(settings.policy.device)),
     )
+
+
+def named_models(
+    functions: Mapping[str, FunctionSettings], device: str
+) -> tuple[RewardModels, ...]:
+    """Return what a plan needs to know of the reward models that functions name by their folders.
+
+    Each is loaded whole in float32, its base too where it keeps none. Raises ModelError where that
+    is not to be found.
+    """
+    from rlhf_pipeline.policy.loading import choose_device
+    from rlhf_pipeline.ppo.plan import RewardModels, read_config
+    from rlhf_pipeline.reward import model
+    from rlhf_pipeline.reward.named import folders_of
+
+    found = []
+    for folder in folders_of(functions):
+        told = read_json(folder / SETTINGS)
+        facts = told.get("base")
+        one = RewardModels(
+            count=1,
+            config=read_config(
+                folder / TRUNK if facts is None else model.base_source(facts, folder)
+            ),
+            shares=False,
+            likelihood=bool(told.get("likelihood")),
+            tokens_at_once=model.tokens_at_once(choose_device(device)),
+        )
+        found.append(one)
+    return tuple(found)
 
 
 def improve(

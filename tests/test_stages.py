@@ -22,7 +22,9 @@ from rlhf_pipeline.experiment.offline import offline
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.policy.loading import Policy, load_policy
+from rlhf_pipeline.policy.adapters import unique_bytes
+from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
+from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.ppo.plan import SHARE_USED, make_plan, read_config
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
@@ -44,7 +46,13 @@ from rlhf_pipeline.records import (
 from rlhf_pipeline.registry.reasons import _tokens
 from rlhf_pipeline.registry.reproduce import newest_turn, recorded_turn
 from rlhf_pipeline.reward import FEWEST_MATCHED
-from rlhf_pipeline.reward.model import load_reward_model
+from rlhf_pipeline.reward.model import (
+    Calibration,
+    Limits,
+    load_reward_model,
+    new_reward_model,
+    save_reward_model,
+)
 from rlhf_pipeline.reward.settings import FunctionSettings
 from rlhf_pipeline.stages import Turn
 from tests.assets.world import FirstTurn, Loop, save_alternating
@@ -459,3 +467,31 @@ def test_a_champion_that_is_no_adapters_on_the_baseline_needs_room_for_both(
     stages.check_memory(replace(turn, baseline=champion), ppo)
     with pytest.raises(TrainingError, match="training needs about"):
         stages.check_memory(turn, ppo)
+
+
+@pytest.mark.parametrize("on_base", [False, True])
+def test_a_reward_model_that_a_function_names_by_its_folder_needs_room_too(
+    on_base: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["a tale of rain", "the bird sings"] * 5
+    wide = build_tiny(texts, vocabulary=290, layers=1, width=128, heads=2, context=64, seed=0)
+    save_policy(wide, tmp_path / "wide")
+    made, tokenizer = new_reward_model(tmp_path / "wide", seed=0, on_base=on_base, device="cpu")
+    limits, folder = Limits(max_prompt_tokens=24, max_completion_tokens=8), tmp_path / "taste"
+    save_reward_model(made, tokenizer, folder, limits=limits, calibration=Calibration())
+    champion, ppo = save_base(tmp_path / "champion"), changed(lora_rank=2, device="cpu")
+    named = {"function": str(folder), "weight": 0.5}
+    functions = {"taste": named, "other": named, "off": {**named, "weight": 0}}
+    plain, more = (load_settings("tiny", {"reward": {"functions": f}}) for f in ({}, functions))
+    without, with_two = (
+        make_plan(read_config(champion), ppo, stages.reward_models_of(s)) for s in (plain, more)
+    )
+    weights = unique_bytes(list(load_reward_model(folder, device="cpu").model.trunk.parameters()))
+    assert with_two.parts["reward models"] - without.parts["reward models"] == 2 * weights
+    assert with_two.parts["scoring"] > 2 * without.parts["scoring"]
+    turn = Turn("a", "0" * 64, 0, 0, tmp_path, tmp_path, champion, champion, plain)
+    room = int(without.peak / SHARE_USED) + 1
+    monkeypatch.setattr("rlhf_pipeline.ppo.plan.memory_found", lambda device: room)
+    stages.check_memory(turn, ppo)
+    with pytest.raises(TrainingError, match="training needs about"):
+        stages.check_memory(replace(turn, settings=more), ppo)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,7 +50,7 @@ def plan(
         probe,
         rehearse,
     )
-    from rlhf_pipeline.stages import next_policy, policy_config, reward_models_of
+    from rlhf_pipeline.stages import named_models, next_policy, policy_config, reward_models_of
 
     here = workspace()
     champion = baseline = None
@@ -73,7 +74,12 @@ def plan(
             f"champion, is the policy; version {baseline.version} is the reference"
         )
     others = max(0, len(settings.specialists) - 1) if agent is None else 0
-    rewards = NO_MODELS if others else reward_models_of(settings)
+    if others:
+        each = [one.functions for one in settings.specialists.values()]
+        named = [one for f in each for one in named_models(f, settings.policy.device)]
+        rewards = replace(NO_MODELS, beside=tuple(named))
+    else:
+        rewards = reward_models_of(settings)
     made = make_plan(config, settings.ppo, rewards, shares_reference=shares)
     found = memory_found(settings.ppo.device)
     if timed and made.fits(found):

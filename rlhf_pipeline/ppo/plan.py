@@ -102,6 +102,12 @@ class RewardModels:
     likelihood: bool = False  # they keep the output layer
     number_bytes: int = FULL  # of one of their weights
     tokens_at_once: int = 16_384  # in one pass of theirs, padded
+    beside: tuple[RewardModels, ...] = ()  # those that the recipe's functions name by their folders
+
+    @property
+    def each(self) -> tuple[RewardModels, ...]:
+        """The learned ones, then those beside them."""
+        return (self, *self.beside)
 
 
 REWARDS = RewardModels()
@@ -198,9 +204,14 @@ def make_plan(
             _forward(model, rows, settings)
         measuring = held.peak
         sampling, cached = _peak_of_sampling(model, settings)
-        scoring, judge = _peak_of_scoring(rewards.config or config, settings, rewards)
+        scored = [(one, *_peak_of_scoring(config, settings, one)) for one in rewards.each]
     alone = adapts and shares_reference
-    shared = alone and rewards.shares and rewards.config is None
+    held_apart = (
+        one.count * one.number_bytes * judge
+        for one, _, judge in scored
+        if not (alone and one.shares and one.config is None)
+    )
+    scoring = max(peak for _, peak, _ in scored)
     head = state_width(model.config) + 1 if settings.has_critic else 0
     critic = (moved if adapts else trunk) * separate + head
     narrows = settings.top_k > 0 or settings.top_p < 1
@@ -211,7 +222,7 @@ def make_plan(
         "policy": frozen * here + (FULL * moved if adapts else 0),
         "critic": FULL * critic,
         "reference": 0 if alone else frozen * own,
-        "reward models": 0 if shared else rewards.count * rewards.number_bytes * judge,
+        "reward models": sum(held_apart),
         "optimiser": 2 * FULL * (moved + critic),
         "rollouts": rollouts * rollout * (1 + settings.replay_updates),
         "gradients": FULL * (moved + critic),
@@ -436,15 +447,14 @@ def probe(config: Any, settings: PpoSettings, rewards: RewardModels = REWARDS) -
     optimizer = torch.optim.AdamW(weights, fused=True)
     optimizer.step()
     step = _seconds(device, optimizer.step)
-    if rewards.count:
+    for one in rewards.each:
+        if not one.count:
+            continue
         with torch.device(device):
-            judge = _judge(rewards.config or config, rewards)
-
-        def score_some() -> None:
-            _score(judge, of_microbatch, settings, rewards)
-
+            judge = _judge(config, one)
+        score_some = partial(_score, judge, of_microbatch, settings, one)
         score_some()
-        measured += rewards.count * fresh * _seconds(device, score_some)
+        measured += one.count * fresh * _seconds(device, score_some)
     return Seconds(
         sample * settings.max_turns,
         measured,
@@ -521,8 +531,8 @@ def _random_model(config: Any, settings: PpoSettings) -> Any:
 
 
 def _judge(config: Any, rewards: RewardModels) -> Any:
-    """Return an untrained reward model of this configuration, without its head."""
-    config = copy.deepcopy(config)
+    """Return one of the reward models, untrained and without its head; `config` is the policy's."""
+    config = copy.deepcopy(rewards.config or config)
     text_config(config).use_cache = False  # what is read once is not gone on with
     kind = AutoModelForCausalLM if rewards.likelihood else AutoModel
     dtype = torch.bfloat16 if rewards.number_bytes < FULL else torch.float32

@@ -51,6 +51,13 @@ def needs_references(functions: Mapping[str, FunctionSettings]) -> bool:
     return any((one.function or name) in NEED_REFERENCES for name, one in functions.items())
 
 
+def folders_of(functions: Mapping[str, FunctionSettings]) -> list[Path]:
+    """Return the reward models' folders that are loaded, one for each function that counts."""
+    targets = [one.function or name for name, one in functions.items() if one.counts]
+    known = {LEARNED, *known_names()}
+    return [Path(one) for one in targets if one not in known and Path(one).is_dir()]
+
+
 def named_reward(
     name: str, options: Mapping[str, Any] | None = None, *, device: str = "auto"
 ) -> RewardFunction:

@@ -33,6 +33,7 @@ from rlhf_pipeline.ppo.plan import (
     rehearse,
 )
 from rlhf_pipeline.registry.ledger import PromotionLedger
+from tests.ppo.test_learner import save_reward
 from tests.ppo.world import changed, learner_at, tiny_policy
 
 LLAMA = tiny_config(290, layers=2, width=32, heads=2, context=64)
@@ -293,6 +294,23 @@ def test_the_command_prints_a_plan(tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     for part in ("734,080 parameters", "optimiser", "peak"):
         assert part in told.output
+
+
+@pytest.mark.slow
+def test_the_command_counts_the_reward_models_that_specialists_name(
+    base: Path, tmp_path: Path
+) -> None:
+    save_reward(base, folder := tmp_path / "taste", offset=0.0)
+    recipe = tmp_path / "recipe.yaml"
+    one = f"{{functions: {{taste: {{function: {folder}}}}}}}"
+    recipe.write_text(f"policy: {{base: tiny}}\nspecialists: {{a: {one}, b: {one}}}\n")
+    words = ["--state", str(tmp_path), "plan", str(recipe), "--no-time"]
+    told = CliRunner().invoke(app, words, env={"COLUMNS": "100"})
+    assert told.exit_code == 0, told.output
+    found = re.search(r"reward models\s*│\s*([\d.]+)", told.output)
+    held = 2 * 4 * sum(p.numel() for p in tiny_policy().model.parameters()) / 2**20
+    assert found is not None
+    assert float(found[1]) == pytest.approx(held, abs=0.06)
 
 
 @pytest.mark.slow
