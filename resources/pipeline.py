@@ -20,6 +20,7 @@ from pydantic import PrivateAttr
 from resources.worker import settings_from
 from rlhf_pipeline import stages
 from rlhf_pipeline.config import Settings, load_settings, own_settings, shown
+from rlhf_pipeline.continuous import taken_out_since
 from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import ClaimRefused, ConfigError, PipelineError, RegistryError
 from rlhf_pipeline.evaluation.report import GATE_SCORE
@@ -28,7 +29,6 @@ from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS
-from rlhf_pipeline.feedback.raters import erased_since
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.fence import writing_while
 from rlhf_pipeline.files import (
@@ -274,10 +274,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         claim = self.claims.of_holder(run.root_run_id or run.run_id)
         if claim is None or run.parent_run_id is None or claim.state not in ("failed", "lost"):
             return claim
-        gone = "somebody was erased" if erased_since(self.database, claim) else None
-        if gone is None and self.store.withdrawn_from(claim.agent_id, claim.watermark):
-            gone = "some were taken back"
-        if gone is not None:
+        if (gone := taken_out_since(self.database, claim)) is not None:
             raise dg.Failure(
                 "needed all votes that this turn had begun to learn from, found that "
                 f"{gone} since; a new turn learns from what is left: `make train "

@@ -290,16 +290,24 @@ def unfinished(database: Database, history: list[Claim], settings: Settings) -> 
     ):
         return None
     moves = PromotionLedger(database).history(agent_id)
-    if (
-        not moves
-        or erased_since(database, latest)
-        or FeedbackStore(database).withdrawn_from(agent_id, latest.watermark)
-    ):
+    if not moves or taken_out_since(database, latest) is not None:
         return None
     moved = moves[-1]
     own = moved.action == "promote" and moved.token in {claim.token for claim in tried}
     began = read_json(folder / BEGAN)["champion"]
     return latest if own or moved.version == began else None
+
+
+def taken_out_since(database: Database, claim: Claim) -> str | None:
+    """Return what became of votes that the claim's turn learned from, in words; None of none.
+
+    What is made of them is not gone on with.
+    """
+    if erased_since(database, claim):
+        return "somebody was erased"
+    if FeedbackStore(database).withdrawn_from(claim.agent_id, claim.watermark):
+        return "some were taken back"
+    return None
 
 
 def attempts_at(watermark: int, history: list[Claim]) -> list[Claim]:
