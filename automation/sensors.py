@@ -189,7 +189,8 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
                 )
             )
     try:
-        keep_refused(settings, refused)
+        if refused != kept:
+            keep_refused(settings, refused)
     except OSError:  # a full disk perhaps; whether a run starts does not rest on it
         log.exception("refused files not kept")
     waiting = "; ".join([f"{len(sizes)} files in {inbox}, none ready to take in", *reasons])

@@ -565,11 +565,10 @@ def named_models(
     for folder in folders_of(functions):
         told = read_json(folder / SETTINGS)
         facts = told.get("base")
+        source = folder / TRUNK if facts is None else model.base_source(facts, folder)
         one = RewardModels(
             count=1,
-            config=read_config(
-                folder / TRUNK if facts is None else model.base_source(facts, folder)
-            ),
+            config=read_config(source),
             shares=False,
             likelihood=bool(told.get("likelihood")),
             tokens_at_once=model.tokens_at_once(choose_device(device)),

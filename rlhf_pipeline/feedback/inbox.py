@@ -53,9 +53,8 @@ def refused_files(settings: Settings) -> dict[str, Refused]:
 
 def keep_refused(settings: Settings, files: Mapping[str, Refused]) -> None:
     """Keep which files' runs came to nothing, by agent/name. Raises OSError where it cannot."""
-    if files != refused_files(settings):
-        kept = {name: asdict(one) for name, one in files.items()}
-        write_json(settings.state_dir / REFUSED, kept)
+    kept = {name: asdict(one) for name, one in files.items()}
+    write_json(settings.state_dir / REFUSED, kept)
 
 
 def left_in(settings: Settings, agent_id: str) -> list[str]:
