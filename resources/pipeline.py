@@ -162,26 +162,25 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
 
         Every version goes on from that one, so the turn would train what nobody asked for.
         """
-        from rlhf_pipeline.registry.bases import held_against
+        from rlhf_pipeline.registry.bases import both_told, held_against
 
         agent_id = agent_of(context)
         settings, made_from = self.settings(agent_id), self._made_from(agent_id)
-        needed = f"needed policy.base {made_from.get('base')!r}, which version 0 of {agent_id!r} "
-        needed += "was made from and every later one goes on from"
+        told = both_told(settings, agent_id, made_from)
         try:
             held = held_against(settings, made_from)
         except RegistryError as error:
-            raise dg.Failure(f"{needed}: {error}", allow_retries=False) from error
+            raise dg.Failure(f"{told}: {error}", allow_retries=False) from error
         if held == "other":
             raise dg.Failure(
-                f"{needed}, found {settings.policy.base!r}; name the old one again, or train the "
-                "other under a new agent's name, with a recipe of its own (`rlhf config use`)",
+                f"{told}; name what was there again, or train the other under a new agent's name, "
+                "with a recipe of its own (`rlhf config use`)",
                 allow_retries=False,
             )
         if held == "?":
             context.log.warning(
-                f"{needed}, found {settings.policy.base!r}, and nobody can tell whether that is "
-                "the same; the turn goes on from what version 0 was made from: name that again"
+                f"{told}, and nobody can tell whether that is the same; the turn goes on from what "
+                "version 0 was made from: name that again"
             )
 
     def _made_from(self, agent_id: str) -> Mapping[str, Any]:

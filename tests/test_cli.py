@@ -941,6 +941,15 @@ def test_an_agent_may_have_its_recipe_before_its_first_votes(rlhf: Run, tmp_path
     assert rlhf("config", "use", "gpt2", "--agent", "coffee").stderr == ""
 
 
+def test_a_recipe_of_another_base_than_version_0s_is_taken_with_a_warning(
+    shop: Path, rlhf: Run
+) -> None:
+    for given, held in (("gpt2", True), ("tiny", False), ("gpt2", True), ("--none", False)):
+        told = rlhf("config", "use", given).stderr
+        assert ("turns will be refused: needed policy.base 'tiny', " in told) == held, given
+        assert ("found 'gpt2'" in told) == held
+
+
 # -- versions -----------------------------------------------------------------------------------
 
 

@@ -9,13 +9,14 @@ import typer
 
 from rlhf_pipeline.commands.common import (
     Agent,
+    Workspace,
     console,
     need_file,
     need_name,
     tell_new,
     workspace,
 )
-from rlhf_pipeline.errors import ConfigError, ModelError
+from rlhf_pipeline.errors import ConfigError, ModelError, RegistryError
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
@@ -149,11 +150,30 @@ def use(
         here.store.set_agent(agent, recipe=recipe)
         if is_new:
             tell_new(agent, others)
+    if none or name is not None:
+        _tell_other_base(here, agent)
     own = here.store.recipe_of(agent)
     if own is None:
         typer.echo(f"{agent} has no recipe of its own; {here.settings.recipe} holds for it")
     else:
         typer.echo(f"{agent} has a recipe of its own: {own}")
+
+
+def _tell_other_base(here: Workspace, agent_id: str) -> None:
+    """Say that turns will be refused under the recipe that holds now: it names another base."""
+    from rlhf_pipeline.registry.bases import both_told, held_against
+
+    versions = here.ledger.versions(agent_id)
+    if not versions:
+        return
+    settings, made_from = here.settings_of(agent_id), versions[0].lineage
+    told, why = both_told(settings, agent_id, made_from), ""
+    try:
+        is_other = held_against(settings, made_from) == "other"
+    except RegistryError as error:
+        is_other, why = True, f" ({error})"
+    if is_other:
+        typer.echo(f"{agent_id}'s turns will be refused: {told}{why}", err=True)
 
 
 def recipes() -> None:

@@ -5,7 +5,7 @@ by hash. Any other model is MLflow's alone: one that a pipeline of ours register
 a digest of its files, which is checked; of the rest is asked only what is asked of every model,
 safetensors and nothing pickled. What this does not protect: MLflow's own database.
 
-And whether a recipe names the base that an agent began from.
+And whether a recipe names the base that an agent began from, or other sizes of the tiny one.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def held_against(settings: Settings, lineage: Mapping[str, Any]) -> Literal["sam
     """
     then, now = lineage.get("base"), settings.policy.base
     if then in (None, now):
-        return "same"
+        return "other" if resized(settings, lineage) else "same"
     if "tiny" in (then, now):
         return "other"
     home = RECIPES.parent  # where stages run, so where a relative path begins
@@ -105,3 +105,29 @@ def held_against(settings: Settings, lineage: Mapping[str, Any]) -> Literal["sam
 
         return "same" if is_recorded_base(home / source, digest) else "other"
     return "?" if Path(source).name == Path(then).name else "other"
+
+
+def resized(settings: Settings, lineage: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what both recipes say of `policy.tiny`, version 0's and this, where they differ.
+
+    Empty unless both begin from the tiny policy. Its vocabulary says nothing beside an encoding.
+    """
+    then = lineage.get("recipe", {}).get("policy", {})
+    if not then.get("base") == settings.policy.base == "tiny":
+        return {}
+    was, now = then["tiny"], settings.policy.tiny.model_dump()
+    if was.get("encoding") and now["encoding"]:
+        now.pop("vocabulary")
+    return {name: (was[name], now[name]) for name in now if was.get(name, now[name]) != now[name]}
+
+
+def both_told(settings: Settings, agent_id: str, lineage: Mapping[str, Any]) -> str:
+    """Return the words for what version 0 was made from, and what this recipe names instead."""
+    named = {f"tiny.{size}": both for size, both in resized(settings, lineage).items()}
+    named = named or {"base": (lineage.get("base"), settings.policy.base)}
+    needed = ", ".join(f"policy.{name} {then!r}" for name, (then, _) in named.items())
+    found = ", ".join(repr(now) for _, now in named.values())
+    return (
+        f"needed {needed}, which version 0 of {agent_id!r} was made from and every later one goes "
+        f"on from, found {found}"
+    )

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.config import RECIPES, Settings
+from rlhf_pipeline.config import RECIPES, PolicySettings, Settings
 from rlhf_pipeline.errors import HashMismatch, ModelError, RegistryError
 from rlhf_pipeline.policy.adapters import base_digest
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.tiny import build_tiny
-from rlhf_pipeline.registry.bases import base_folder, held_against
+from rlhf_pipeline.registry.bases import base_folder, both_told, held_against
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.stages import Turn, base_source, train_baseline
 
@@ -128,6 +128,25 @@ def test_a_base_is_the_same_wherever_it_lies_and_however_it_is_named(
     assert held("openai-community/gpt2", "gpt2", **hub) == "?"
     assert held(moved, "gpt2", **hub) == held("gpt2", foreign, **made) == "?"
     assert held(moved, foreign) == "?"  # of a release that recorded no weights
+
+
+def test_other_sizes_of_the_tiny_policy_are_another_base(tmp_path: Path) -> None:
+    settings = settings_with(tmp_path, "tiny")
+    policy = settings.policy.model_dump()
+    made = {"base": "tiny", "recipe": {"policy": policy}}
+    assert held_against(settings, made) == "same"
+    policy["tiny"] |= {"layers": 2, "heads": 8}
+    assert held_against(settings, made) == "other"
+    told = both_told(settings, "tea", made)
+    assert "needed policy.tiny.layers 2, policy.tiny.heads 8, which version 0 of 'tea'" in told
+    assert told.endswith("found 4, 4")
+    gpt2 = settings_with(tmp_path, "gpt2")
+    assert "policy.base 'tiny', which" in both_told(gpt2, "tea", made)
+
+    policy["tiny"] |= {"encoding": "tiktoken:gpt2"}
+    encoded = {"tiny": policy["tiny"] | {"vocabulary": 500}}  # says nothing beside an encoding
+    settings = settings.model_copy(update={"policy": PolicySettings.model_validate(encoded)})
+    assert held_against(settings, made) == "same"
 
 
 @pytest.mark.slow
