@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.ppo_cases import Case, write_model
 from rlhf_pipeline.ppo.memory import forget_peak, resident_memory
 from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.records import RewardFunction
 
 MIB = 2**20
 BAR = 0.15
@@ -30,6 +31,7 @@ class Shape:
 
     case: Case
     settings: PpoSettings
+    learned: int = 0  # reward models on the policy's base, each whole
 
 
 def shape(
@@ -38,6 +40,7 @@ def shape(
     vocabulary: int,
     prompt_tokens: int,
     completion_tokens: int,
+    learned: int = 0,
     **options: Any,
 ) -> Shape:
     """Return a shape whose rollouts are all as long as they can be."""
@@ -53,14 +56,20 @@ def shape(
     case = Case(
         layers, width, width // 64, vocabulary, rollouts, prompt_tokens, completion_tokens, 0.0
     )
-    return Shape(case, settings)
+    return Shape(case, settings, learned)
 
 
 SHAPES = {
     "tiny recipe": shape(3, 128, 1024, 64, 48, rollouts_per_update=128, epochs=2, critic="shared"),
+    "tiny recipe, reward models": shape(
+        *(3, 128, 1024, 64, 48), 2, rollouts_per_update=128, epochs=2, critic="shared"
+    ),
     "4 x 256": shape(4, 256, 4096, 16, 48, rollouts_per_update=64, epochs=1),
     "GPT-2 vocabulary": shape(
         2, 768, 50257, 64, 64, rollouts_per_update=8, epochs=1, minibatches=2, critic="shared"
+    ),
+    "GPT-2 vocabulary, reward models": shape(
+        *(2, 768, 50257, 64, 64, 2), rollouts_per_update=8, epochs=1, minibatches=2, critic="shared"
     ),
     "GPT-2 vocabulary, LoRA": shape(
         4, 768, 50257, 64, 64, rollouts_per_update=16, epochs=1, minibatches=1, lora_rank=16
@@ -93,11 +102,13 @@ def measure(name: str, folder: Path) -> int:
     prompts = [user_prompt(" ".join(f"w{2 + n + i}" for i in range(words))) for n in range(8)]
     forget_peak()
     before, _ = resident_memory()
+    learned: list[RewardFunction] = [_learned(name, folder, n) for n in range(made.learned)]
+    learned = learned or [lambda items: [float(len(item.completion) % 7) for item in items]]
     train_ppo(
         policy_dir=folder,
         reference_dir=folder,
-        reward=lambda items: [float(len(item.completion) % 7) for item in items],
-        stopping=None,
+        reward=learned[0],
+        stopping=learned[1] if made.learned > 1 else None,
         prompts=prompts,
         watch_prompts=prompts[:2],
         output_dir=folder.parent / "out",
@@ -106,15 +117,26 @@ def measure(name: str, folder: Path) -> int:
     return resident_memory()[1] - before
 
 
+def _learned(name: str, base: Path, seed: int) -> RewardFunction:
+    from rlhf_pipeline.reward.model import Calibration, LearnedReward, Limits, new_reward_model
+
+    settings = SHAPES[name].settings
+    limits = Limits(settings.max_prompt_tokens, settings.max_completion_tokens)
+    model, tokenizer = new_reward_model(base, seed=seed, device="cpu")
+    return LearnedReward(model.eval(), tokenizer, limits, Calibration(), str(seed))
+
+
 def plan(name: str, folder: Path) -> int:
     """Return the planned peak in bytes; for a fresh process, where no library is loaded yet."""
     import torch
 
-    from rlhf_pipeline.ppo.plan import NO_MODELS, make_plan, read_config, rehearse
+    from rlhf_pipeline.ppo.plan import RewardModels, make_plan, read_config, rehearse
+    from rlhf_pipeline.reward.model import TOKENS_ON_CPU
 
     torch.set_num_threads(1)
-    config = read_config(folder)
-    return rehearse(config, make_plan(config, SHAPES[name].settings, NO_MODELS)).peak
+    config, made = read_config(folder), SHAPES[name]
+    rewards = RewardModels(made.learned, shares=False, tokens_at_once=TOKENS_ON_CPU)
+    return rehearse(config, make_plan(config, made.settings, rewards)).peak
 
 
 def compare(name: str) -> tuple[int, int]:
