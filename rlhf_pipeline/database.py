@@ -319,6 +319,7 @@ experiments = sa.Table(
     sa.Column("actor", sa.String(100), nullable=False),
     sa.Column("started_at", UtcDateTime, nullable=False),
     sa.Column("ended_at", UtcDateTime),
+    sa.Column("began_under", sa.Integer, nullable=False, server_default="0"),  # a promotion's entry
     sa.Index(
         "ix_experiments_running",
         "agent_id",

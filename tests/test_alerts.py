@@ -45,7 +45,7 @@ CALM = Overview(
     drift={"drifted": False, "psi": {"prompt_characters": 0.01}},
     enough_since=AT - 6 * DAY,
 )
-ENDED = Experiment("e", "tea", 1, 2, "invalid", "look at assignment", 0.5, AT, "me", AT, AT)
+ENDED = Experiment("e", "tea", 1, 2, "invalid", "look at assignment", 0.5, AT, "me", AT, AT, 1)
 RUNNING = replace(ENDED, state="running", ended_at=None)
 PSI = {"topic": 0.4, "rating": 0.6}  # of few ratings, so within chance
 WAITING = [

@@ -128,6 +128,7 @@ def test_votes_under_way_are_in_before_a_migration_looks_at_any(postgres_url: st
         ):
             connection.exec_driver_sql(f"DROP INDEX {index}")
         connection.exec_driver_sql("DROP TABLE erased_keys")
+        connection.exec_driver_sql("ALTER TABLE experiments DROP COLUMN began_under")
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0007'")
     old._revision = "0007"
     with ThreadPoolExecutor(1) as threads:

@@ -37,6 +37,7 @@ class Experiment:
     actor: str
     started_at: datetime
     ended_at: datetime | None
+    began_under: int  # the ledger's newest entry then
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ class ExperimentBook:
             raise ExperimentError(
                 f"an experiment needs two versions, found version {champion} as both; name another"
             )
-        at = now()
+        at, p = now(), db.promotions.c
+        entries = sa.select(sa.func.coalesce(sa.func.max(p.entry), 0)).where(p.agent_id == agent_id)
         values: dict[str, Any] = {
             "experiment_id": uuid7(),
             "agent_id": agent_id,
@@ -80,6 +82,7 @@ class ExperimentBook:
         }
         try:
             with self.database.write() as connection:
+                values["began_under"] = connection.execute(entries).scalar_one()
                 connection.execute(db.experiments.insert().values(**values))
         except sa.exc.IntegrityError as error:
             running = self.running(agent_id)

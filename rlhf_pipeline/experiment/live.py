@@ -396,11 +396,9 @@ def _other_champion(
         return "is none now"
     if champion.version != experiment.champion:
         return f"is version {champion.version} now"
-    at = now()
     for entry in ledger.history(experiment.agent_id):
-        # What is dated later than this look was dated by a clock ahead, and may be far older.
-        meanwhile = experiment.started_at < entry.created_at <= at
-        if meanwhile and entry.version != experiment.champion:
+        # By their numbers: what a clock that was ahead has dated may be older.
+        if entry.entry > experiment.began_under and entry.version != experiment.champion:
             return f"was version {entry.version} meanwhile"
     return None
 

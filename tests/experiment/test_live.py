@@ -179,7 +179,7 @@ def test_an_equal_challenger_leaves_when_the_days_left_will_hardly_help_it(
 def test_growth_is_counted_from_the_last_step_to_the_last_day() -> None:
     settings = ExperimentSettings(ramp=(0.1, 0.5), days=12)
     start = datetime(2026, 1, 1, tzinfo=UTC)
-    begun = Experiment("e", AGENT, 0, 1, "running", "", 0.5, start, "test", start, None)
+    begun = Experiment("e", AGENT, 0, 1, "running", "", 0.5, start, "test", start, None, 1)
     later = replace(begun, share_since=start + timedelta(days=4))
 
     def growth(experiment: Experiment, days: float, *, came: bool = True) -> float | None:
@@ -752,6 +752,47 @@ def test_a_champion_that_a_clock_ahead_dates_after_the_look_ends_no_experiment(
     experiment = book.start(AGENT, champion=0, challenger=2, share=0.5, actor="test")
     look(book, ledger, experiment, SETTINGS)
     assert book.running(AGENT) == experiment
+
+
+def test_a_clock_that_was_set_back_ends_no_experiment_as_it_comes_to_older_promotions(
+    store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
+) -> None:
+    another(ledger, tmp_path, passed=True)
+    begun = now()
+    clock = [begun + timedelta(days=1)]
+    with patch("rlhf_pipeline.records.now", lambda: clock[0]):
+        ledger.promote(AGENT, 1, actor="ann", reason="better", expected_champion=0)
+        clock[0] += timedelta(hours=1)
+        ledger.promote(AGENT, 2, actor="ann", reason="better", expected_champion=1)
+        clock[0] += timedelta(hours=1)
+        book = ExperimentBook(store.database)
+        experiment = book.start(AGENT, champion=2, challenger=1, share=0.5, actor="test")
+        for hour in (0, 24, 25, 26, 27):
+            clock[0] = begun + timedelta(hours=hour)
+            look(book, ledger, experiment, SETTINGS)
+            again = book.running(AGENT)
+            assert again is not None, hour
+            experiment = again
+        ledger.promote(AGENT, 1, actor="ann", reason="a try", expected_champion=2, force=True)
+        ledger.promote(AGENT, 2, actor="ann", reason="no", expected_champion=1, force=True)
+        _, done = look(book, ledger, experiment, SETTINGS)
+    assert done == "stopped: the champion was version 1 meanwhile"
+
+
+def test_an_experiment_of_an_earlier_release_began_under_the_promotion_before_it(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.5)
+    ledger.promote(AGENT, 1, actor="ann", reason="a try", expected_champion=0)
+    ledger.rollback(AGENT, actor="ann", reason="no", expected_champion=1)
+    with store.database.write() as connection:
+        connection.exec_driver_sql("ALTER TABLE experiments DROP COLUMN began_under")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0011'")
+    again = Database(store.database.url.render_as_string(hide_password=False))
+    assert ExperimentBook(again).running(AGENT) == experiment
+    again.close()
+    _, done = look(book, ledger, experiment, SETTINGS)
+    assert done == "stopped: the champion was version 1 meanwhile"
 
 
 def test_an_experiment_begun_under_a_clock_ahead_counts_from_the_first_look(

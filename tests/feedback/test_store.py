@@ -421,6 +421,7 @@ def test_pairs_stored_in_the_order_they_were_named_become_one(any_database: Data
         connection.exec_driver_sql(
             "CREATE INDEX ix_interactions_experiment ON interactions (experiment)"
         )
+        connection.exec_driver_sql("ALTER TABLE experiments DROP COLUMN began_under")
         connection.exec_driver_sql("ALTER TABLE quarantine DROP COLUMN closed_at")
         connection.exec_driver_sql("DROP TABLE erased_keys")
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0004'")
@@ -460,6 +461,7 @@ def test_what_a_machine_says_replaces_no_persons_vote_whoever_it_is_named_with(
     with any_database.write() as connection:  # as a store of before had them
         connection.execute(f.update().values(voter=f.c.rater_id))
         connection.exec_driver_sql("DROP INDEX ix_feedback_erased")
+        connection.exec_driver_sql("ALTER TABLE experiments DROP COLUMN began_under")
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0009'")
     assert effective(store) == every[2:]
     again = Database(any_database.url.render_as_string(hide_password=False))
