@@ -337,7 +337,14 @@ def live_experiments(context: dg.SensorEvaluationContext, pipeline: Pipeline) ->
                 said.append(f"{experiment.agent_id}: counts the answers so far")
                 continue
             automatic = pipeline.promotes_by_itself(experiment.agent_id, whole)
-            _, done = look(book, pipeline.ledger, experiment, settings, automatic=automatic)
+            _, done = look(
+                book,
+                pipeline.ledger,
+                experiment,
+                settings,
+                check=pipeline.registry.folder_of,
+                automatic=automatic,
+            )
         except Exception as error:  # the others are looked at all the same
             log.exception("experiment not looked at", agent=experiment.agent_id)
             failed.append(f"{experiment.agent_id}: {type(error).__name__}: {error}")

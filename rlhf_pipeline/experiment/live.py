@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
-from rlhf_pipeline.errors import RegistryError
+from rlhf_pipeline.errors import RegistryAway, RegistryError
 from rlhf_pipeline.experiment.assignment import Arm, counted_as, percent
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, State
 from rlhf_pipeline.experiment.decision import (
@@ -314,15 +314,17 @@ def look(
     experiment: Experiment,
     settings: ExperimentSettings,
     *,
+    check: Callable[[ModelVersion], object],
     automatic: bool = True,
 ) -> tuple[Verdict, str]:
     """Look at a running experiment, store the verdict, carry it out; return it and what was done.
 
     Promoting moves the ledger and ends the experiment in one transaction, if the experiment still
     runs and the champion is the one it began with, and was all the while. A challenger that the
-    ledger will not have (refused by the gate and put to people by force) ends it too: a person
-    decides then. So does one decide where nobody began the experiment and promotion is not, or no
-    more, `automatic`; whoever begins one by hand has asked for what comes of it.
+    ledger will not have (refused by the gate and put to people by force) ends it too, as does one
+    whose files `check` refuses with a RegistryError: a person decides then. So does one decide
+    where nobody began the experiment and promotion is not, or no more, `automatic`; whoever begins
+    one by hand has asked for what comes of it.
     """
     champion = ledger.champion(experiment.agent_id)
     arms, steps = measured(book.database, experiment, settings)
@@ -353,6 +355,7 @@ def look(
             book.end(experiment, "stopped", f"the challenger won ({why}), but {words}")
             return verdict, f"stopped: {words}"
         try:
+            check(ledger.version(agent_id, challenger))  # it answers from memory meanwhile
             outcome = ledger.promote(
                 agent_id,
                 challenger,
@@ -361,6 +364,8 @@ def look(
                 expected_champion=experiment.champion,
                 experiment=experiment.experiment_id,
             )
+        except RegistryAway:  # the next look asks again
+            raise
         except RegistryError as error:
             book.end(experiment, "stopped", f"the challenger won ({why}), but {error}")
             return verdict, f"stopped: {error}"

@@ -16,12 +16,18 @@ from structlog.testing import capture_logs
 
 from rlhf_pipeline.config import ExperimentSettings, load_settings
 from rlhf_pipeline.database import Database, interactions
-from rlhf_pipeline.errors import ConfigError, ExperimentError, RegistryError
+from rlhf_pipeline.errors import (
+    ConfigError,
+    ExperimentError,
+    HashMismatch,
+    RegistryAway,
+    RegistryError,
+)
 from rlhf_pipeline.experiment import live
 from rlhf_pipeline.experiment.assignment import Arm, arm_of
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
-from rlhf_pipeline.experiment.decision import GUARDRAILS
-from rlhf_pipeline.experiment.live import bounds_under, growth_until_the_end, look, measured
+from rlhf_pipeline.experiment.decision import GUARDRAILS, Verdict
+from rlhf_pipeline.experiment.live import bounds_under, growth_until_the_end, measured
 from rlhf_pipeline.experiment.watch import STILL_LOADING
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.overview import overview
@@ -35,7 +41,7 @@ from rlhf_pipeline.records import (
     uuid7,
 )
 from rlhf_pipeline.registry.explain import explain, to_text
-from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.serving.gateway import Gateway
 from rlhf_pipeline.serving.trials import Trials
@@ -53,6 +59,18 @@ def store(tmp_path: Path) -> Iterator[FeedbackStore]:
 @pytest.fixture
 def ledger(store: FeedbackStore, tmp_path: Path) -> PromotionLedger:
     return ledger_of_two(store, tmp_path)
+
+
+def look(
+    book: ExperimentBook,
+    ledger: PromotionLedger,
+    experiment: Experiment,
+    settings: ExperimentSettings,
+    *,
+    automatic: bool = True,
+) -> tuple[Verdict, str]:
+    """Look at versions whose files, of which there are none here, are as they were."""
+    return live.look(book, ledger, experiment, settings, check=bool, automatic=automatic)
 
 
 def challenged(experiment: Experiment, user: int) -> bool:
@@ -569,6 +587,29 @@ def test_a_winner_that_the_ledger_will_not_have_ends_its_experiment(
     [ended] = book.history(AGENT)
     assert ended.state == "stopped"
     assert "satisfaction is better" in ended.reason
+    assert champion(ledger) == 0
+
+
+def test_a_winner_whose_files_are_not_the_registered_ones_is_not_promoted(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    """It answers from memory all the while, and would not be loaded again."""
+    book, experiment = begin(store, 0.5)
+    meet(store, experiment, range(1200), likes=(0.55, 0.80))
+    errors: list[RegistryError] = [RegistryAway("MLflow is away"), HashMismatch("other weights")]
+
+    def check(version: ModelVersion) -> None:
+        assert version.version == 1
+        raise errors.pop(0)
+
+    with pytest.raises(RegistryAway):  # of which the next look may hear better
+        live.look(book, ledger, experiment, SETTINGS, check=check)
+    assert book.running(AGENT) == experiment
+    _, done = live.look(book, ledger, experiment, SETTINGS, check=check)
+    assert done == "stopped: other weights"
+    [ended] = book.history(AGENT)
+    assert ended.state == "stopped"
+    assert ended.reason.startswith("the challenger won (satisfaction is better")
     assert champion(ledger) == 0
 
 
