@@ -92,14 +92,12 @@ class Champions:
         seat = self._seats.get((agent_id, arm))
         return seat if isinstance(seat, Seat) else None
 
-    def is_unfit(self, version: ModelVersion) -> bool:
-        """Say whether the version could not be loaded here when that was last tried."""
-        return any(
-            agent_id == version.agent_id
-            and isinstance(seat, _Unfit)
-            and seat.version == version.version
-            for (agent_id, _), seat in list(self._seats.items())
-        )
+    def why_unfit(self, agent_id: str, version: int) -> PipelineError | None:
+        """Return why the version could not be loaded here when that was last tried, or None."""
+        for (agent, _), seat in list(self._seats.items()):
+            if agent == agent_id and isinstance(seat, _Unfit) and seat.version == version:
+                return seat.error
+        return None
 
     async def seat(self, agent_id: str, arm: Arm) -> Seat:
         """Return the model of the arm, loaded now if need be.
@@ -141,17 +139,20 @@ class Champions:
                 del self._asked[agent_id, arm]
 
     def prepared(self, agent_id: str, champion: int, challenger: int) -> bool:
-        """Say whether an experiment's versions are its arms here, loaded or found unfit.
+        """Say whether an experiment's versions are its arms here, and none is found unfit.
 
         Where the challenger is not, it is loaded beside. The champion comes first, where none is
         loaded: it answers meanwhile. One that was promoted a moment ago takes its place by itself.
+        For one that is unfit the baseline answers, which is easily better or worse than it.
         """
         answers = self._seats.get((agent_id, "champion"))
-        if answers is not None and _version_of(answers) != champion:
+        if answers is not None and (
+            _version_of(answers) != champion or not isinstance(answers, Seat)
+        ):
             return False
         seat = self._seats.get((agent_id, "challenger"))
         if seat is not None and _version_of(seat) == challenger:
-            return True
+            return isinstance(seat, Seat)
         if agent_id not in self._beside and (agent_id, "champion") in self._seats:
             self._beside.add(agent_id)
             threading.Thread(target=self._load_beside, args=(agent_id,), daemon=True).start()

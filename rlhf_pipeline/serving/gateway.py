@@ -26,6 +26,7 @@ from rlhf_pipeline.errors import (
     ConfigError,
     PipelineError,
     PromptRefused,
+    RegistryAway,
 )
 from rlhf_pipeline.experiment.watch import NOT_ITS_FAULT, STILL_LOADING
 from rlhf_pipeline.records import Interaction, Prompt, hashed, now, uuid7
@@ -317,6 +318,7 @@ class Gateway:
         if exchange.arm == "champion" and unit and agent_id not in self.settings.serving.upstreams:
             trial = await asyncio.to_thread(self.trials.running, agent_id)
             if trial and not self.champions.prepared(agent_id, trial.champion, trial.challenger):
+                await self._stopped_if_unfit(trial)
                 trial = None  # nobody waits for them to load, and nothing counts until they have
             if trial is not None and self.trials.is_challenged(trial, unit):
                 exchange.arm = "challenger"
@@ -325,6 +327,17 @@ class Gateway:
             among = trial.experiment_id if trial else f"{agent_id} {now():%Y-%m}"
             exchange.network = hashed("network", among, exchange.network)[:16]
         return exchange
+
+    async def _stopped_if_unfit(self, trial: Experiment) -> None:
+        """Stop an experiment whose challenger cannot be loaded where its champion answers.
+
+        Not where MLflow's copy is only away: it is tried again, and nobody meets it meanwhile.
+        """
+        why = self.champions.why_unfit(trial.agent_id, trial.challenger)
+        champion = self.champions.ready(trial.agent_id, "champion")
+        if champion is not None and why is not None and not isinstance(why, RegistryAway):
+            reason = f"the challenger could not be loaded: {why}"
+            await asyncio.to_thread(self.trials.stop, trial, reason)
 
     async def _checked(
         self, request: Request, draft: Draft, *, at_once: bool

@@ -63,7 +63,7 @@ def add_health_routes(
 
     def is_sound(version: ModelVersion, arm: Arm) -> bool:
         if champions is not None:
-            if champions.is_unfit(version):
+            if champions.why_unfit(version.agent_id, version.version):
                 return False
             if not version.path.is_dir():  # until a new one is loaded, the one before it answers
                 return champions.ready(version.agent_id, arm) is not None

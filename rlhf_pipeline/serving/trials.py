@@ -19,7 +19,7 @@ import sqlalchemy as sa
 import structlog
 
 from rlhf_pipeline.experiment.assignment import Arm, arm_of, counted_as
-from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
+from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, State
 from rlhf_pipeline.experiment.watch import USUAL, Failures, is_trouble, persons_share, usual_of
 from rlhf_pipeline.logs import ToldOnce
 
@@ -81,7 +81,7 @@ class Trials:
         self._rules: dict[str, ExperimentSettings] = {}  # by experiment, read once
         self._heard: dict[tuple[str, Arm], _Heard] = {}  # by experiment and arm
         self._answers = 0  # heard of in all
-        self._ended: dict[str, str] = {}  # by experiment that trouble ended here: why
+        self._ended: dict[str, tuple[State, str]] = {}  # by experiment that was ended here
         self._looked = -LOOK_EVERY_SECONDS
         self._blind = ToldOnce(
             log,
@@ -134,19 +134,29 @@ class Trials:
                 f"{its.people_failed} of the latest {its.people} people; the champion at "
                 f"{champions.failed} of {champions.answers}"
             )
-            self._ended[experiment.experiment_id] = reason
-            self._running.pop(experiment.agent_id, None)
-        log.warning("experiment rolled back", agent=experiment.agent_id, reason=reason)
-        self._write_down(experiment)
+        self._end(experiment, "rolled_back", reason)
+
+    def stop(self, experiment: Experiment, reason: str) -> None:
+        """End the experiment with nothing said against its challenger: a person decides."""
+        self._end(experiment, "stopped", reason)
 
     def _of(self, experiment: Experiment, arm: Arm, most: int) -> _Heard:
         many = most if arm == "challenger" else USUAL * most
         return self._heard.setdefault((experiment.experiment_id, arm), _Heard(deque(maxlen=many)))
 
+    def _end(self, experiment: Experiment, state: State, reason: str) -> None:
+        with self._lock:
+            if experiment.experiment_id in self._ended:
+                return
+            self._ended[experiment.experiment_id] = state, reason
+            self._running.pop(experiment.agent_id, None)
+        log.warning("experiment ended", agent=experiment.agent_id, state=state, reason=reason)
+        self._write_down(experiment)
+
     def _write_down(self, experiment: Experiment) -> None:
-        """End in the book what trouble ended here."""
+        """End in the book what ended here."""
         try:
-            self.book.end(experiment, "rolled_back", self._ended[experiment.experiment_id])
+            self.book.end(experiment, *self._ended[experiment.experiment_id])
         except Exception:  # a store that cannot be written now
             log.exception("an ended experiment stands in the book as running; told again soon")
 

@@ -1444,14 +1444,12 @@ def test_nobody_waits_for_a_challenger_and_none_counts_until_it_has_loaded(
     assert waited == [True]  # the answers came while it was loading
 
 
-def test_nothing_counts_while_another_than_the_experiments_champion_answers(
-    world: Workspace,
-) -> None:
-    """One that was promoted a moment before it began is not loaded yet."""
-    book, gateway = (
-        ExperimentBook(world.database),
-        Gateway(world.settings, world.store, world.registry),
-    )
+def met_by_each_arm(
+    world: Workspace, *, champion: int, challenger: int
+) -> tuple[Experiment, list[Interaction]]:
+    """Return an experiment's end, and what one of either arm was answered during it."""
+    book = ExperimentBook(world.database)
+    gateway = Gateway(world.settings, world.store, world.registry)
 
     async def met(user: str) -> Interaction:
         asked = gateway.reply("shop", user_prompt("hi"), Wishes(2, seed=SEED), user_id=user)
@@ -1460,10 +1458,12 @@ def test_nothing_counts_while_another_than_the_experiments_champion_answers(
         return reply.interaction
 
     async def asked() -> list[Interaction]:
-        await gateway.champions.seat("shop", "champion")
-        begun = book.start("shop", champion=1, challenger=0, share=0.5, actor="test")
+        with suppress(ModelError):
+            await gateway.champions.seat("shop", "champion")
+        begun = book.start("shop", champion=champion, challenger=challenger, share=0.5, actor="t")
         try:
-            await gateway.champions.seat("shop", "challenger")
+            with suppress(ModelError):
+                await gateway.champions.seat("shop", "challenger")
             users = list(map(str, range(40)))
             of_each = [
                 next(u for u in users if is_challenged(begun, u) is challenged)
@@ -1471,13 +1471,53 @@ def test_nothing_counts_while_another_than_the_experiments_champion_answers(
             ]
             return [await met(hash_rater("shop", user)) for user in of_each]
         finally:
-            book.end(begun, "stopped", "the test is over")
+            book.end(begun, "gave_up", "the test is over")
 
     found = asyncio.run(asked())
     gateway.close()
+    return book.history("shop")[0], found
+
+
+def test_nothing_counts_while_another_than_the_experiments_champion_answers(
+    world: Workspace,
+) -> None:
+    """One that was promoted a moment before it began is not loaded yet."""
+    _, found = met_by_each_arm(world, champion=1, challenger=0)
     assert [(one.experiment, one.arm, one.model_version) for one in found] == [
         (None, "champion", 0)
     ] * 2
+
+
+@pytest.mark.parametrize("unfit", ["champion", "challenger"])
+def test_nobody_meets_a_challenger_while_it_or_the_champion_cannot_be_loaded(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch, unfit: str
+) -> None:
+    """The baseline would answer in its place, and be what is compared."""
+    versions = {"champion": 1, "challenger": 2}
+    world.ledger.promote("shop", 1, actor="test", reason="a try", expected_champion=0, force=True)
+    folder = world.ledger.version("shop", versions[unfit]).path
+    load = load_policy
+
+    def within_memory(where: Path, **options: Any) -> Any:
+        if where == folder:
+            raise torch.OutOfMemoryError("tried to allocate 14.00 GiB")
+        return load(where, **options)
+
+    monkeypatch.setattr("rlhf_pipeline.policy.loading.load_policy", within_memory)
+    try:
+        ended, found = met_by_each_arm(world, **versions)
+    finally:
+        world.ledger.rollback("shop", actor="test", reason="the test is over")
+    answering = ("baseline", 0) if unfit == "champion" else ("champion", 1)
+    assert [(one.experiment, one.arm, one.model_version) for one in found] == [
+        (None, *answering)
+    ] * 2
+    if unfit == "champion":
+        assert ended.state == "gave_up"
+    else:
+        assert ended.state == "stopped"  # so a person may still promote it
+        assert "the challenger could not be loaded" in ended.reason
+        assert "tried to allocate 14.00 GiB" in ended.reason
 
 
 def test_what_is_noted_of_an_answer_is_no_part_of_the_wait_for_it(world: Workspace) -> None:
