@@ -62,9 +62,8 @@ def _taken_back(pipeline: Pipeline, agent_id: str, found: "Read") -> int:
     """Take back what an assessment said before it was changed or overridden; return how much."""
     if not found.revised:
         return 0
-    return pipeline.store.withdraw(
-        agent_id, found.outdated(pipeline.store.keys_from(agent_id, "mlflow"))
-    )
+    outdated = found.outdated(pipeline.store.keys_from(agent_id, "mlflow"))
+    return pipeline.store.withdraw(agent_id, outdated).votes
 
 
 def _taken_in(pipeline: Pipeline, found: "Read") -> tuple[int, int]:

@@ -451,7 +451,7 @@ def test_a_turn_whose_votes_were_taken_back_is_not_gone_on_with(agent: Agent) ->
     agent.store.withdraw("tea", agent.store.keys_from("tea", "wrong.csv"))
     agent.send(4, origin="right.csv")
     assert agent.unfinished() is None
-    assert agent.asks() == Due("tea", agent.newest(), votes=9, attempt=1)
+    assert agent.asks() == Due("tea", agent.newest(), votes=10, attempt=1)
 
 
 def test_what_was_taken_back_starts_no_turn_and_is_in_none(agent: Agent) -> None:

@@ -640,7 +640,7 @@ def test_what_went_stays_away_when_its_file_is_taken_in_or_it_is_sent_again(
     withdrawn = tmp_path / "withdrawn.jsonl"
     withdrawn.write_text(json.dumps({**said, "rater": "ann", "completion": SECRET}) + "\n")
     ingest(world.store, withdrawn, "tea")
-    assert world.store.withdraw("tea", world.store.keys_from("tea", withdrawn.name)) == 1
+    assert world.store.withdraw("tea", world.store.keys_from("tea", withdrawn.name)) == (1, 0)
     judged = {"interaction_id": "b-1", "text": SECRET, "source": "model"}
     world.store.append([vote("judged", FeedbackKind.correction, "ann", **judged)])
     world.erase()

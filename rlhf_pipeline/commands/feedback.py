@@ -304,8 +304,9 @@ def withdraw(
 ) -> None:
     """Take back the votes that came with a file, as where its columns were read by wrong names.
 
-    They count for nothing from now on; models that learnt from them stay as they are, and an export
-    with --history still has them. Ingest the file again as it should have been read: its rows count
+    They count for nothing from now on, and what the same people had said of the same before counts
+    again; models that learnt from them stay as they are, and an export with --history still has
+    them. Ingest the file again as it should have been read: its rows count
     anew, those that are read as they were too.
     """
     here = workspace()
@@ -321,7 +322,9 @@ def withdraw(
         typer.echo(f"agent {agent}: {counts[file]:,} votes that count came with {inert(file)}")
         typer.confirm("Take them back? What undoes it is to ingest the file again", abort=True)
     gone = here.store.withdraw(agent, here.store.keys_from(agent, file))
-    typer.echo(f"votes of agent {agent} taken back: {gone:,}")
+    typer.echo(f"votes of agent {agent} taken back: {gone.votes:,}")
+    if gone.again:
+        typer.echo(f"votes that those had replaced, and that count again: {gone.again:,}")
 
 
 def quarantine(

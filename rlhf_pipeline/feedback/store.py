@@ -69,6 +69,13 @@ class NewFeedback:
     newest_received_at: datetime | None
 
 
+class TakenBack(NamedTuple):
+    """How many votes were taken back, and how many that those had replaced count again."""
+
+    votes: int
+    again: int
+
+
 @dataclass(frozen=True, slots=True)
 class Opinion:
     """How good people find an agent's completions: mean and standard deviation, 0 to 1."""
@@ -185,12 +192,12 @@ class FeedbackStore:
         with self.database.write(alone=True) as connection:
             return _insert_events(connection, events)
 
-    def withdraw(self, agent_id: str, keys: Collection[str]) -> int:
-        """Take back the votes under these keys that count; return how many those were.
+    def withdraw(self, agent_id: str, keys: Collection[str]) -> TakenBack:
+        """Take back the votes under these keys that count; return how many, and how many do again.
 
         A blank row after each replaces it and counts for nothing, so what was made of the votes up
-        to a number stays what it was. What its voter had said of the same before stays replaced,
-        until the file that it came with is taken in again.
+        to a number stays what it was. What its voter had said of the same before, elsewhere than in
+        the same file, counts again: it comes anew after the blank row, under the key that it had.
         """
         e = db.effective_feedback.c
         replaced = (e.agent_id, e.kind, e.target, e.voter, e.rater_id, e.source, e.origin)
@@ -198,7 +205,7 @@ class FeedbackStore:
             at = now()
             blank = {"body_sha256": "", "shown_first": "this", "tags": "[]"}
             moments = dict.fromkeys(("occurred_at", "received_at", "erased_at"), at)
-            rows = []
+            rows, again, freed, keys = [], [], [], set(keys)
             for some in db.chunks(sorted(keys)):
                 query = sa.select(*replaced).where(
                     e.agent_id == agent_id, e.idempotency_key.in_(some)
@@ -206,9 +213,16 @@ class FeedbackStore:
                 for row in connection.execute(query):
                     new = {"feedback_id": uuid7(), "idempotency_key": f"{db.WITHDRAWN}{uuid7()}"}
                     rows.append({**row._mapping, **blank, **moments, **new})
+                before, in_file = _said_before(connection, agent_id, some, keys)
+                again += before
+                freed += in_file
             if rows:
                 connection.execute(db.feedback.insert(), rows)
-        return len(rows)
+            _retire(connection, [*freed, *(row["feedback_id"] for row in again)])
+            if again:
+                anew = [{**row, "feedback_id": uuid7()} for row in again]
+                connection.execute(db.feedback.insert(), anew)
+        return TakenBack(len(rows), len(again))
 
     def add_interactions(self, interactions: Sequence[Interaction]) -> None:
         """Store what was said; an id that is already there is left as it is.
@@ -692,16 +706,52 @@ def _insert_events(
         outcomes.append(Stored(row["feedback_id"], known=False))
     for agent_id in {row["agent_id"] for row in rows}:
         _make_known(connection, agent_id, received)
+    _retire(connection, retired)
+    if rows:
+        connection.execute(db.feedback.insert(), rows)
+    return outcomes
+
+
+def _retire(connection: sa.Connection, feedback_ids: Sequence[str]) -> None:
+    """Free the keys of these votes for rows that come under them anew."""
     f = db.feedback.c
-    for some in db.chunks(retired):
+    for some in db.chunks(feedback_ids):
         connection.execute(
             db.feedback.update()
             .where(f.feedback_id.in_(some))
             .values(idempotency_key=db.RETIRED + f.feedback_id)
         )
-    if rows:
-        connection.execute(db.feedback.insert(), rows)
-    return outcomes
+
+
+def _said_before(
+    connection: sa.Connection, agent_id: str, some: Sequence[str], keys: Collection[str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what the voters of the votes under some of the keys had said of the same before.
+
+    The newest that was not taken back, now or before, and whose words nobody erased. And the ids of
+    what the same file had said before: that goes with the file.
+    """
+    f, e = db.feedback.c, db.effective_feedback.c
+    query = (
+        sa.select(*(column for column in f if column.name != "seq"), e.origin.label("came_with"))
+        .join(db.effective_feedback, sa.and_(*_same(e), f.seq < e.seq))
+        .where(
+            e.agent_id == agent_id,
+            e.idempotency_key.in_(some),
+            f.erased_at.is_(None),
+            ~f.idempotency_key.startswith(db.RETIRED),
+            ~_following().startswith(db.WITHDRAWN),
+        )
+        .order_by(f.seq)
+    )
+    newest, in_file = {}, []
+    for row in connection.execute(query):
+        values = dict(row._mapping)
+        if values.pop("came_with") == row.origin and row.origin not in LIVE:
+            in_file.append(row.feedback_id)
+        elif row.idempotency_key not in keys:
+            newest[row.voter, row.target, row.kind] = values
+    return list(newest.values()), in_file
 
 
 class _Known(NamedTuple):
@@ -869,12 +919,16 @@ def _is_withdrawn() -> sa.ColumnElement[bool]:
 
     Not of one whose row came in again, nor of one that was erased.
     """
+    f = db.feedback.c
+    taken_back = sa.or_(*(_following(newest=x).startswith(db.WITHDRAWN) for x in (False, True)))
+    return sa.and_(f.erased_at.is_(None), ~f.idempotency_key.startswith(db.RETIRED), taken_back)
+
+
+def _following(*, newest: bool = False) -> sa.ScalarSelect[str]:
+    """Return the key of what the voter said next of the same, or said last."""
     f, newer = db.feedback.c, db.feedback.alias("newer").c
     keys = sa.select(newer.idempotency_key).where(*_same(newer), newer.seq > f.seq)
-    following = keys.order_by(newer.seq).limit(1).scalar_subquery()
-    newest = keys.order_by(newer.seq.desc()).limit(1).scalar_subquery()
-    taken_back = sa.or_(following.startswith(db.WITHDRAWN), newest.startswith(db.WITHDRAWN))
-    return sa.and_(f.erased_at.is_(None), ~f.idempotency_key.startswith(db.RETIRED), taken_back)
+    return keys.order_by(newer.seq.desc() if newest else newer.seq).limit(1).scalar_subquery()
 
 
 def _same(other: Any) -> list[sa.ColumnElement[bool]]:

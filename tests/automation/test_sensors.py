@@ -873,7 +873,7 @@ def test_a_dead_turn_whose_votes_were_taken_back_is_not_asked_for_again(
     ticks.pipeline.claims.claim(
         agent, mark, seen, holder=run.run_id, asked_by="sensor", lease=EXPIRED
     )
-    assert store.withdraw(agent, store.keys_from(agent, "api")) == 40
+    assert store.withdraw(agent, store.keys_from(agent, "api")) == (40, 0)
     ticks.vote(agent, 1)
     assert ticks.tick("dead_runs").run_requests == []
     assert ticks.pipeline.claims.held(agent) is None

@@ -490,8 +490,8 @@ def test_a_vote_that_is_withdrawn_counts_until_then(store: FeedbackStore, tmp_pa
     [kept] = store.append([vote("three", rater_id="bob")])
     then = snapshot.newest_seq(store.database, "tea")
     before = snapshot.fingerprint(store.database, "tea", then)
-    assert store.withdraw("tea", ["one", "two", "unheard of"]) == 2
-    assert store.withdraw("tea", ["one", "two"]) == 0  # nothing is left of them
+    assert store.withdraw("tea", ["one", "two", "unheard of"]) == (2, 0)
+    assert store.withdraw("tea", ["one", "two"]) == (0, 0)  # nothing is left of them
     assert store.counts("tea") == {"thumbs": 1}
     assert store.new_since("tea", then).votes == 0
     assert store.arrived("tea", then, 1) is None
@@ -526,7 +526,7 @@ def test_whether_votes_were_taken_back_is_known_of_those_up_to_a_number(
     found = [store.withdrawn_from("tea", number) for number in (0, seen, newest, newest + 1)]
     assert found == [False, True, False, False]
     assert not store.withdrawn_from("coffee", seen)
-    assert store.new_since("tea", 0).votes == 1
+    assert store.new_since("tea", 0).votes == 2  # dan's first counts again
 
 
 def test_rows_of_a_vote_taken_back_count_when_they_come_in_again(store: FeedbackStore) -> None:
@@ -559,21 +559,64 @@ def test_a_request_sent_again_after_its_vote_was_taken_back_stays_known(
     assert effective(store) == []
 
 
+def test_what_a_vote_taken_back_had_replaced_counts_again(any_database: Database) -> None:
+    store = FeedbackStore(any_database)
+    asked = vote("asked")
+    [first] = store.append([asked])
+    early = vote("early", number=0.0, origin="early.csv")
+    store.append([vote("bobs", rater_id="bob")])
+    store.append([early, vote("again", number=0.25, origin="early.csv")])
+    store.append([vote("late", number=0.5, origin="late.csv"), vote("other", rater_id="cat")])
+    then = snapshot.newest_seq(any_database, "tea")
+    before = snapshot.fingerprint(any_database, "tea", then)
+    others = [("bobs", 1.0), ("other", 1.0)]
+
+    def withdraw(origin: str) -> tuple[int, int]:
+        return store.withdraw("tea", store.keys_from("tea", origin))
+
+    assert withdraw("late.csv") == (1, 1)
+    assert effective(store) == [*others, ("again", 0.25)]
+    assert withdraw("early.csv") == (1, 1)  # with all that it said
+    assert effective(store) == [*others, ("asked", 1.0)]
+    [known] = store.append([asked])  # sent again
+    assert known.known
+    assert known.feedback_id != first.feedback_id
+    assert store.new_since("tea", then).votes == 1
+    assert snapshot.fingerprint(any_database, "tea", then) == before
+
+    otherwise = replace(early, number=0.75)  # the file comes again, read by other names
+    assert [one.known for one in store.append([otherwise])] == [False]
+    assert effective(store) == [*others, ("early", 0.75)]
+    assert store.withdraw("tea", ["asked", "early"]) == (1, 0)
+    assert effective(store) == others
+    assert withdraw("early.csv") == (0, 0)
+
+
+def test_what_was_taken_back_before_counts_no_more(store: FeedbackStore) -> None:
+    store.append([vote("one", origin="one.csv")])
+    store.withdraw("tea", ["one"])
+    store.append([vote("two", origin="two.csv")])
+    assert store.withdraw("tea", ["two"]) == (1, 0)
+    store.append([vote("said", origin="mlflow"), vote("three", origin="three.csv")])
+    assert store.withdraw("tea", ["three"]) == (1, 1)
+    assert store.withdraw("tea", ["said"]) == (1, 0)
+    assert effective(store) == []
+
+
 def test_a_vote_counts_again_whose_file_comes_after_what_replaced_it_was_taken_back(
     store: FeedbackStore,
 ) -> None:
-    early = vote("early", origin="early.csv")
-    store.append([early])
-    store.append([vote("late", number=0.0, origin="late.csv")])
+    early, late = vote("early", origin="votes.csv"), vote("late", number=0.0, origin="votes.csv")
+    store.append([early, late])
     assert [one.known for one in store.append([early])] == [True]
-    store.withdraw("tea", ["late"])
+    store.withdraw("tea", ["early", "late"])
     assert effective(store) == []
     assert [one.known for one in store.append([early])] == [False]
     assert effective(store) == [("early", 1.0)]
     store.withdraw("tea", ["early"])
     store.append([vote("last", number=0.0)])
     assert effective(store) == [("last", 0.0)]
-    store.append([vote("late", number=0.0, origin="late.csv")])
+    store.append([late])
     store.append([early, early])
     assert effective(store) == [("early", 1.0)]  # of votes on one thing that which came in last
 
