@@ -1175,6 +1175,18 @@ def test_an_experiments_differences_are_told_with_what_their_sign_says(
     assert said in rlhf("experiment", "status").stdout
 
 
+def test_a_refused_version_meets_people_by_force_and_is_not_the_one_that_waits(
+    shop: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_mlflow(monkeypatch)
+    told = rlhf("experiment", "start", "--version", "2", "--force").stdout
+    assert told.endswith("if they like it better the experiment ends, and a person decides\n")
+    refused = rlhf("promote", "challenger", code=1).stderr
+    assert "needed, found challenger: version 2 is in an experiment, and version 1" in refused
+    assert standing(rlhf)["0"] == "champion, baseline"
+    assert rlhf("promote", "1").stdout.startswith("champion moved from 0 to 1")
+
+
 def test_no_experiment_begins_where_an_upstream_answers(
     shop: Path, rlhf: Run, tmp_path: Path
 ) -> None:

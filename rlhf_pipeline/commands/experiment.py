@@ -74,9 +74,12 @@ def start(
         share=settings.ramp[0],
         actor=actor(),
     )
+    then = "is promoted if they like it better"
+    if objection:  # which promoting it needs --force for, whatever people say
+        then = "if they like it better the experiment ends, and a person decides"
     typer.echo(
         f"{agent}: version {begun.challenger} meets {percent(begun.share)} of the people beside "
-        f"version {begun.champion}, and is promoted if they like it better"
+        f"version {begun.champion}, and {then}"
     )
 
 

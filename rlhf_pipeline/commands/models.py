@@ -95,10 +95,17 @@ def promote(
     that was rolled back, as champion or in an experiment, needs --force. What it was compared with
     is the champion of its day: where that is no longer the champion, a warning says so.
     """
+    from rlhf_pipeline.experiment.book import ExperimentBook
     from rlhf_pipeline.registry.comparison import by_place, compared_with
 
     here = workspace()
     wanted, champion = here.version(agent, version), here.version(agent, "champion")
+    met = ExperimentBook(here.database).running(agent)
+    if version == "challenger" and met is not None and met.challenger != wanted.version:
+        raise RegistryError(
+            f"a version's number is needed, found challenger: version {met.challenger} is in an "
+            f"experiment, and version {wanted.version} waits, which nobody has met"
+        )
     here.registry.folder_of(wanted)
     outcome = here.ledger.promote(
         agent,
