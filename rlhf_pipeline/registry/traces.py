@@ -43,6 +43,7 @@ IN_TURN = 500  # and so many of all of them, further at each look
 PAGE = 100  # traces a call
 INTERACTION = "rlhf.interaction_id"  # a trace's tag
 SHOWN = 1000  # characters of a preview
+NOBODY = ("", "User", "default")  # whom MLflow's page and its calls name where nobody signed
 SOURCES: dict[str, Source] = {"HUMAN": "human", "LLM_JUDGE": "model", "CODE": "code"}
 YES = ("up", "yes", "true", "good", "pass")
 NO = ("down", "no", "false", "bad", "fail")
@@ -203,11 +204,12 @@ def event_of(
     if source is None:
         refuse(Rule.unknown_source, f"a source out of {', '.join(SOURCES)}", assessment.source)
     person = assessment.source.source_id
+    is_somebody = bool(person) and (person not in NOBODY or source != "human")
     return Feedback(
         agent_id=agent_id,
         kind=kind,
         idempotency_key=_key(assessment, changed),
-        rater_id=hash_rater(agent_id, person) if person else None,
+        rater_id=hash_rater(agent_id, person) if is_somebody else None,
         source=source,
         origin="mlflow",
         occurred_at=_moment(changed),

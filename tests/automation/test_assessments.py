@@ -149,6 +149,22 @@ def test_what_is_said_no_more_counts_no_more(
     assert traced.tick() == "nothing was assessed since the last look"
 
 
+def test_people_whom_mlflow_names_nobody_for_are_not_one(traced: Traced) -> None:
+    """Its page signs everything as `User`, and its calls as `default`."""
+    from mlflow.entities import AssessmentSource, Feedback
+
+    trace = traced.say("9 coins")
+    for name in ("User", "User", "default", "ann", "ann"):
+        said = Feedback("thumbs", True, source=AssessmentSource("HUMAN", name))
+        traced.client.log_assessment(trace, said)
+    for name in ("User", "default", "default"):
+        said = Feedback("thumbs", False, source=AssessmentSource("LLM_JUDGE", name))
+        traced.client.log_assessment(trace, said)
+    traced.tick()
+    assert sorted(vote[1] for vote in traced.votes()) == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert traced.tick() == "nothing was assessed since the last look"
+
+
 def test_of_two_answers_read_in_one_look_the_last_word_counts(traced: Traced) -> None:
     from mlflow.entities import Feedback
 

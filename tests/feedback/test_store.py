@@ -559,6 +559,19 @@ def test_a_request_sent_again_after_its_vote_was_taken_back_stays_known(
     assert effective(store) == []
 
 
+def test_what_mlflow_names_nobody_for_stays_what_an_earlier_release_took_it_for(
+    store: FeedbackStore,
+) -> None:
+    said = vote("mlflow:tr-1:2", origin="mlflow")
+    first = store.append([said])
+    unsigned = replace(said, rater_id=None)
+    assert store.append([unsigned]) == [Stored(first[0].feedback_id, known=True)]
+    with pytest.raises(IdempotencyConflict):
+        store.append([replace(unsigned, number=0.0)])
+    with pytest.raises(IdempotencyConflict):
+        store.append([replace(unsigned, origin="api")])
+
+
 def test_what_a_vote_taken_back_had_replaced_counts_again(any_database: Database) -> None:
     store = FeedbackStore(any_database)
     asked = vote("asked")
