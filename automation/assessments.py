@@ -37,7 +37,8 @@ def assessments_in_mlflow(
     said, failed = [], []
     for agent_id in pipeline.store.agents():
         try:
-            found = read_assessments(pipeline.registry, agent_id, cursor.get(agent_id, 0))
+            names = pipeline.settings(agent_id).pages.assessments
+            found = read_assessments(pipeline.registry, agent_id, cursor.get(agent_id, 0), names)
             # First: of a person's votes on one thing the row that is stored last decides.
             gone = _taken_back(pipeline, agent_id, found)
             fresh, unfit = _taken_in(pipeline, found)

@@ -781,6 +781,11 @@ class PagesSettings(Section):
         False,
         description="Log each answer as an MLflow trace, and take what people say of it there.",
     )
+    assessments: tuple[str, ...] | None = Field(
+        None,
+        description="Names of what people say there that counts, as [thumbs, expected_response]: "
+        "a no to too_long speaks for the answer, and would count against it. None: every name.",
+    )
 
 
 class GuardrailSettings(Section):

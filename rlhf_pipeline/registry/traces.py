@@ -123,18 +123,25 @@ def trace_files(registry: ModelRegistry, info: Any) -> Any:
     return get_artifact_repository(place, tracking_uri=registry.tracking_uri)
 
 
-def read_assessments(registry: ModelRegistry, agent_id: str, turn_ms: int = 0) -> Read:
+def read_assessments(
+    registry: ModelRegistry,
+    agent_id: str,
+    turn_ms: int = 0,
+    names: Collection[str] | None = None,
+) -> Read:
     """Return what is said about the newest traces, and about those whose turn it is.
 
-    The turn begins with what was said at `turn_ms`, as the look before returned it. What was read
-    before comes again with the same key, so the store knows it.
+    Under these names, where they are given. The turn begins with what was said at `turn_ms`, as the
+    look before returned it. What was read before comes again with the same key, so the store knows
+    it.
     """
     events: list[Feedback] = []
     aside: list[QuarantinedRow] = []
     revised: dict[str, str | None] = {}
     traces, next_turn = _looked_at(registry, agent_id, turn_ms)
     # In the order they were said: of a person's answers the one that is stored last counts.
-    said = sorted(_assessments(traces), key=lambda one: _changed(one[2]))
+    counts = [one for one in _assessments(traces) if names is None or one[2].name in names]
+    said = sorted(counts, key=lambda one: _changed(one[2]))
     tops = _tops(assessment for _, _, assessment in said)
     for interaction_id, trace_id, assessment in said:
         changed = _changed(assessment)

@@ -24,9 +24,9 @@ AGENT = "shop"
 class Traced:
     """An agent whose interactions are traces, and a person who labels them in MLflow."""
 
-    def __init__(self, folder: Path, *, log_traces: bool = True) -> None:
+    def __init__(self, folder: Path, *, log_traces: bool = True, **pages: Any) -> None:
         recipe = folder / "minute.yaml"
-        write_recipe(recipe, folder / "state", pages={"log_traces": log_traces})
+        write_recipe(recipe, folder / "state", pages={"log_traces": log_traces, **pages})
         self.pipeline = Pipeline(recipe=str(recipe))
         self.pipeline.store.ensure_agent(AGENT)
         self.client = self.pipeline.registry.client._tracing_client
@@ -165,6 +165,20 @@ def test_people_whom_mlflow_names_nobody_for_are_not_one(traced: Traced) -> None
     assert traced.tick() == "nothing was assessed since the last look"
 
 
+def test_only_what_is_named_counts_where_names_are_told(tmp_path: Path) -> None:
+    traced = Traced(tmp_path, assessments=["correct", "expected_response"])
+    trace = traced.say("9 coins")
+    traced.label(trace, "correct", True)
+    traced.label(trace, "too_long", False)
+    traced.expect(trace, "8 coins")
+    traced.tick()
+    assert [vote[:3] for vote in traced.votes()] == [
+        ("thumbs", 1.0, None),
+        ("correction", None, "8 coins"),
+    ]
+    traced.pipeline.teardown_after_execution(dg.build_init_resource_context())
+
+
 def test_of_two_answers_read_in_one_look_the_last_word_counts(traced: Traced) -> None:
     from mlflow.entities import Feedback
 
@@ -273,10 +287,10 @@ def test_an_agent_that_cannot_be_looked_at_keeps_no_other_from_it(
     traced.label(log_interaction(traced.pipeline.registry, interaction), "thumbs", True)
     read = traces.read_assessments
 
-    def fails_for_the_shop(registry: Any, agent_id: str, turn_ms: int = 0) -> traces.Read:
+    def fails_for_the_shop(registry: Any, agent_id: str, *given: Any) -> traces.Read:
         if agent_id == AGENT:
             raise ValueError("boom")
-        return read(registry, agent_id, turn_ms)
+        return read(registry, agent_id, *given)
 
     monkeypatch.setattr(traces, "read_assessments", fails_for_the_shop)
     assert "shop: ValueError: boom; bank: 1 new votes" in traced.tick()
