@@ -6,7 +6,8 @@ no harm: their keys are known); every SQLite database, taken with SQLite's onlin
 others write; every other file, so that whatever a database row names was already there when its
 copy was made (files are written once, under names that are not used again); a manifest with each
 file's SHA-256, written last: a folder without a manifest is no backup. What it leaves out: lock
-files and PPO's checkpoints, which a training that goes on would not miss.
+files and PPO's checkpoints, which a training that goes on would not miss; and, named in it, links
+and files whose names are no UTF-8, which no manifest can hold.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rlhf_pipeline.files import (
     folder_sha256,
     new_folder,
     no_room,
+    printable,
     read_json,
     sqlite_url,
     write_json,
@@ -71,6 +73,7 @@ class _Manifest(BaseModel):
     damaged: tuple[str, ...] = ()
     unsound: dict[str, str] = {}
     links: tuple[str, ...] = ()
+    misnamed: tuple[str, ...] = ()
     files: dict[str, str]  # names in the state folder to their SHA-256
 
 
@@ -86,6 +89,7 @@ class Backup:
     damaged: tuple[str, ...] = ()  # versions out of use whose files were not as registered
     unsound: Mapping[str, str] = field(default_factory=dict)  # databases, and what SQLite says
     links: tuple[str, ...] = ()  # "name -> target": not copied, to be made again by a person
+    misnamed: tuple[str, ...] = ()  # files whose names are no UTF-8, as `printable`: not copied
 
 
 def back_up(settings: Settings, target: Path, report: Progress = ignore_progress) -> Backup:
@@ -117,9 +121,12 @@ def back_up(settings: Settings, target: Path, report: Progress = ignore_progress
     with new_folder(target) as folder:
         folder.chmod(PRIVATE)
         copied: set[str] = set()
+        misnamed: set[str] = set()
         unsound: dict[str, str] = {}
         for rank in (_DROPPED, _DATABASE, _OTHER):
-            left = set(_files_of(state)) - copied
+            every = set(_files_of(state))
+            misnamed |= {name for name in every if printable(name) != name}
+            left = every - copied - misnamed
             of = len(copied) + len(left)
             for name in sorted(n for n in left if _rank(n, settings.feedback.drop_folder) <= rank):
                 copy = folder / STATE / name
@@ -140,6 +147,7 @@ def back_up(settings: Settings, target: Path, report: Progress = ignore_progress
             damaged=tuple(_check_models(folder / STATE)),
             unsound=unsound,
             links=tuple(links),
+            misnamed=tuple(sorted(map(printable, misnamed))),
             files=folder_sha256(folder / STATE),
         )
         write_json(folder / MANIFEST, made.model_dump(mode="json"))
@@ -213,7 +221,8 @@ def _links_in(state: Path) -> list[str]:
     """Return the links in a state folder, as `Backup.links` has them: what is there stays there."""
     every = (Path(f, name) for f, folders, files in os.walk(state) for name in (*folders, *files))
     found = sorted(path for path in every if path.is_symlink())
-    return [f"{path.relative_to(state).as_posix()} -> {path.readlink()}" for path in found]
+    told = [f"{path.relative_to(state).as_posix()} -> {path.readlink()}" for path in found]
+    return [printable(link) for link in told]
 
 
 def _rank(name: str, drop_folder: str) -> int:
@@ -454,4 +463,5 @@ def _described(path: Path, made: _Manifest) -> Backup:
         damaged=made.damaged,
         unsound=made.unsound,
         links=made.links,
+        misnamed=made.misnamed,
     )

@@ -86,6 +86,11 @@ def fitting(name: str, end: str) -> str:
     return os.fsencode(name)[:room].decode(errors="ignore") + end
 
 
+def printable(name: str | Path) -> str:
+    """Return a file's name as text that can be kept and sent: what is no UTF-8 in it as escapes."""
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
 def beside(target: Path, why: str) -> Path:
     """Return a hidden name in the same folder that nobody has, for what is `new` or `old`."""
     return target.parent / fitting(f".{target.name}", f".{why}-{uuid.uuid4().hex[:12]}")

@@ -378,6 +378,29 @@ def test_links_are_named_and_not_followed(state: Path, tmp_path: Path) -> None:
         back_up(settings_in(state), tmp_path / "other")
 
 
+def test_what_is_named_in_no_utf_8_is_named_and_keeps_nothing_else_out(
+    state: Path, tmp_path: Path
+) -> None:
+    inbox = state / "inbox" / "tea"
+    inbox.mkdir(parents=True)
+    (inbox / "votes.jsonl").write_text("{}")
+    (inbox / os.fsdecode(b"caf\xe9.jsonl")).write_text("{}")
+    (inbox / os.fsdecode(b"d\xe9p\xf4t")).mkdir()
+    (inbox / os.fsdecode(b"d\xe9p\xf4t") / "more.jsonl").write_text("{}")
+    (inbox / os.fsdecode(b"l\xefen")).symlink_to(os.fsdecode(os.fsencode(tmp_path) + b"/\xe9t\xe9"))
+    copy = tmp_path / "copy"
+    made = back_up(settings_in(state), copy)
+    assert made.misnamed == (r"inbox/tea/caf\xe9.jsonl", r"inbox/tea/d\xe9p\xf4t/more.jsonl")
+    assert made.links == (rf"inbox/tea/l\xefen -> {tmp_path}/\xe9t\xe9",)
+    new = CliRunner().invoke(app, ["--state", str(tmp_path / "new"), "restore", str(copy)])
+    assert new.exit_code == 0
+    assert r"not copied, as its name is no UTF-8: inbox/tea/caf\xe9.jsonl; copy it by" in new.stderr
+    assert [path.name for path in (tmp_path / "new" / "inbox" / "tea").iterdir()] == ["votes.jsonl"]
+    (state / os.fsdecode(b"l\xefen")).symlink_to(inbox)
+    with pytest.raises(BackupError, match=r"follows no links, found l\\xefen -> "):
+        back_up(settings_in(state), tmp_path / "other")
+
+
 @pytest.mark.parametrize("how", ["changed", "missing"])
 def test_a_damaged_backup_is_not_restored(how: str, state: Path, tmp_path: Path) -> None:
     back_up(settings_in(state), tmp_path / "copy")

@@ -157,6 +157,12 @@ def _tell_of_gaps(copied: Backup) -> None:
         typer.echo(
             f"not copied, as it is a link: {link}; make it again where it is to be", err=True
         )
+    for name in copied.misnamed:
+        typer.echo(
+            f"not copied, as its name is no UTF-8: {name}; copy it by hand, or rename it and back "
+            "up again",
+            err=True,
+        )
     for version in copied.damaged:
         typer.echo(
             f"not as it was registered: {version}; put it back from an earlier backup, if one is "

@@ -23,6 +23,7 @@ from rlhf_pipeline.feedback.formats import FORMATS, Format, Values
 from rlhf_pipeline.feedback.lines import LONGEST_ROW, SHOWN, Position, RawRow, parse, raw_rows
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
+from rlhf_pipeline.files import printable
 from rlhf_pipeline.records import Feedback, QuarantinedRow, Source
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def read(
         rows = _hub_rows(origin.removeprefix(HUB), split, position)
     else:
         # A name that is no UTF-8 may be read by; no database holds it.
-        origin = os.fsencode(Path(path).name).decode("utf-8", "backslashreplace")
+        origin = printable(Path(path).name)
         rows = _file_rows(Path(path), position, longest_row, renaming.header)
     names: dict[str, None] = {}
     rows = _noting_names(rows, names, position)
@@ -154,7 +155,7 @@ def why_left(path: Path) -> str | None:
     name = path.name.lower()
     if name.startswith("."):
         return None
-    told = os.fsencode(path).decode(errors="backslashreplace")
+    told = printable(path)
     if told != str(path):  # neither a run's configuration nor a message can hold it
         return f"{'/'.join(told.split(os.sep)[-2:])} is not named in UTF-8; rename it"
     if name.endswith(LINES):
