@@ -37,6 +37,7 @@ from rlhf_pipeline.files import (
     alone_in,
     file_sha256,
     locked,
+    printable,
     read_json,
     remove_half_written,
     write_json,
@@ -173,7 +174,7 @@ def tables_beside(
     meant = _meant(registry.ledger.database, rater, agent_id)
     shown = Path(settings.feedback.drop_folder)
     return [
-        str(shown / agent / path.relative_to(inbox))
+        printable(shown / agent / path.relative_to(inbox))
         for agent in sorted({person.agent_id for person in meant})
         for inbox in [settings.inbox_folder(agent)]
         for path in unread_in(inbox)

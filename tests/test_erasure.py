@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from starlette.responses import JSONResponse
 from structlog.testing import capture_logs
 
 from rlhf_pipeline import database as db
@@ -1037,6 +1038,13 @@ def test_tables_that_wait_for_a_person_are_named(copied: World) -> None:
         f"not looked into: {table}; take their rows out of it, or delete it"
         for table in done["tables"]
     ]
+
+
+def test_a_table_whose_name_is_no_utf_8_is_named_in_what_can_be_sent(copied: World) -> None:
+    inbox = copied.settings.state_dir / "inbox" / "tea"
+    (inbox / os.fsdecode(b"th\xe9.csv")).write_text("rater\nann\n")
+    named = tables_beside(copied.settings, copied.registry, "ann")
+    assert JSONResponse(named).body == rb'["inbox/tea/th\\xe9.csv"]'
 
 
 @pytest.mark.parametrize(("before", "end"), [(b"", b"\n"), (b"", b" "), (b"[", b" ")])
