@@ -1172,7 +1172,8 @@ _PPO = TypeAdapter(PpoSettings)
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 SECRETS = ("database_url", "mlflow_uri", "notifications")  # their values stand in no message
 BY_NAME = "needed values by name (`name: value`)"
-PASSWORD = re.compile(r"(://[^/@:]*:)[^/@]*@")
+# To the last @ before the path: up to there all is the password, where one was not written as %40.
+PASSWORD = re.compile(r"(://[^/:\s]*:)[^/\s]*@")
 
 
 def load_settings(
@@ -1372,8 +1373,13 @@ def shown(settings: Settings) -> dict[str, Any]:
     """Return the resolved tree as plain values, secrets masked: what a run keeps."""
     values: dict[str, Any] = settings.model_dump(mode="json")
     if settings.mlflow_uri is not None:
-        values["mlflow_uri"] = PASSWORD.sub(r"\1**********@", settings.mlflow_uri)
+        values["mlflow_uri"] = masked(settings.mlflow_uri)
     return values
+
+
+def masked(text: str) -> str:
+    """Return a text with the passwords of the addresses in it masked."""
+    return PASSWORD.sub(r"\1**********@", text)
 
 
 def models_named(recipe: Mapping[str, Any]) -> dict[str, str]:

@@ -381,6 +381,8 @@ def test_secrets_are_masked_wherever_settings_are_shown(recipe: Any) -> None:
     assert "hunter2" not in said + repr(found.database_url) + repr(found.notifications)
     assert shown(found)["mlflow_uri"] == "https://me:**********@mlflow.example/path"
     assert found.resolved_mlflow_uri == "https://me:hunter2@mlflow.example/path"
+    unescaped = found.model_copy(update={"mlflow_uri": "https://me@work:hunter@2@mlflow.example/"})
+    assert shown(unescaped)["mlflow_uri"] == "https://me@work:**********@mlflow.example/"
 
 
 @pytest.mark.parametrize("text", ["notifications: hunter2", "database_url: [hunter2]"])

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import sqlalchemy as sa
 import structlog
 
+from rlhf_pipeline.config import masked
 from rlhf_pipeline.errors import ClaimLost, RegistryAway, RegistryError
 from rlhf_pipeline.fence import need_right_to_write
 from rlhf_pipeline.files import file_identity, no_room, sqlite_path
@@ -79,7 +80,8 @@ def open_client(tracking_uri: str) -> Any:
         from mlflow import MlflowClient
 
         if file is None:
-            client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+            with mlflow_refusals("opening MLflow"):
+                client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
         else:
             file.parent.mkdir(parents=True, exist_ok=True)
             with Path(f"{file}.lock").open("w") as handle:
@@ -170,7 +172,8 @@ def _drop_if_empty(engine: sa.Engine) -> None:
 def mlflow_refusals(wanted: str) -> Iterator[None]:
     """Turn whatever MLflow raises, and a full disk, into a RegistryError that says what was wanted.
 
-    It is a RegistryAway where the server did not answer at all, or the disk is full.
+    It is a RegistryAway where the server did not answer at all, or the disk is full. The tracking
+    URI's password, which MLflow quotes, stands in nothing that leaves the block.
     """
     from mlflow.exceptions import MlflowException
     from requests import RequestException
@@ -178,21 +181,30 @@ def mlflow_refusals(wanted: str) -> Iterator[None]:
     try:
         yield
     except MlflowException as error:
+        _mask_passwords(error)
         if isinstance(error.__context__, RequestException):  # MLflow keeps no other sign
             raise RegistryAway(
-                f"{wanted} needs MLflow to answer, found {error.message}; start its server, or "
+                f"{wanted} needs MLflow to answer, found {error}; start its server, or "
                 "check the tracking URI, and try again"
             ) from error
         if full := _full(error):
             raise RegistryAway(f"{wanted}: {full}") from error
         raise RegistryError(
-            f"{wanted} needs MLflow to agree, found {error.error_code}: {error.message}; "
+            f"{wanted} needs MLflow to agree, found {error.error_code}: {error}; "
             "check the tracking URI and what was deleted in the MLflow page"
         ) from error
-    except OSError as error:  # of copying files beside a local database
+    except OSError as error:  # of copying files beside a local database; or what a server answered
+        _mask_passwords(error)
         if full := no_room(error):
             raise RegistryAway(f"{wanted}: {full}") from error
         raise
+
+
+def _mask_passwords(error: BaseException | None) -> None:
+    """Mask them in what an error says and in what led to it, which a traceback shows as well."""
+    while error is not None:
+        error.args = tuple(masked(arg) if isinstance(arg, str) else arg for arg in error.args)
+        error = error.__cause__ or error.__context__
 
 
 def _full(error: BaseException | None) -> str:

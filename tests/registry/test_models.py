@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import math
+import re
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -24,6 +27,7 @@ import sqlalchemy as sa
 from alembic import command
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
+from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
 from mlflow.store.db.utils import (
     _get_alembic_config,
     _get_latest_schema_revision,
@@ -37,7 +41,7 @@ from rlhf_pipeline.files import folder_sha256, sqlite_path, sqlite_url
 from rlhf_pipeline.registry import models
 from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.models import PROJECTED, ModelRegistry, model_name
-from rlhf_pipeline.registry.tracking import Ended, open_client
+from rlhf_pipeline.registry.tracking import Ended, mlflow_refusals, open_client
 
 ROOT = Path(__file__).parents[2]
 PASSED = {"passed": True, "results": []}
@@ -550,6 +554,38 @@ def test_a_move_whose_files_a_full_disk_keeps_from_being_checked_is_heard_later(
             registry.reconcile(agent)
     assert registry.reconcile(agent)[0].startswith("adopted from the MLflow page")
     assert aliases(registry, agent) == {"champion": 1, "previous": 0}
+
+
+def test_no_error_of_mlflows_tells_the_password_of_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refuses(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(401)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    def told(ask: Callable[[], object]) -> str:
+        with pytest.raises((RegistryError, OSError)) as refused, mlflow_refusals("this"):
+            ask()
+        return "".join(traceback.format_exception(refused.value))
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    me = "me:plum@quince"
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://{me}@127.0.0.1:{server.server_port}"
+        shown = f"http://me:**********@127.0.0.1:{server.server_port}"
+        files = HttpArtifactRepository(f"{address}/api/2.0/mlflow-artifacts/artifacts")
+        refused = told(files.list_artifacts)
+        server.shutdown()
+    away = told(open_client(address).search_experiments)
+    odd = told(lambda: open_client(f"odd://{me}@there"))
+    assert "found API request to " + shown in away
+    assert "for url: " + shown in refused
+    assert "got unsupported URI 'odd://me:**********@there'" in odd
+    assert not re.search("plum|quince", away + refused + odd)
 
 
 def test_settings_named_by_a_persons_own_words_are_parameters_of_a_run(
