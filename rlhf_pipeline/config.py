@@ -52,6 +52,8 @@ INBOX_DONE = "done"  # folder beside dropped files, of those that were taken in
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 BY_SIZE = ("tiny", "specialists", "gpt2", "qwen2.5-0.5b", "phi-2", "llama-2-7b-chat")
 
+PAGE = r"^https?://[^\s/@][^\s@]*$"  # pages link to it: no password, which all would see
+
 T = TypeVar("T")
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
@@ -557,7 +559,7 @@ class TrainingSettings(Section):
     watch_prompts: Positive = Field(128, description="Prompts the stopping reward is measured on.")
     dagster_url: str = Field(
         "http://127.0.0.1:3000",
-        pattern=r"^https?://[^\s/]+",
+        pattern=PAGE,
         description="Where the service asks for training runs: Dagster's page.",
     )
 
@@ -774,7 +776,7 @@ class PagesSettings(Section):
     )
     mlflow_url: str | None = Field(
         None,
-        pattern=r"^https?://[^\s@]+$",
+        pattern=PAGE,
         description="MLflow's page, for links to versions. None: mlflow_uri, where that is a page.",
     )
     log_traces: bool = Field(
@@ -1530,7 +1532,7 @@ def _explain(problem: ErrorDetails, section: str = "") -> str:
     if problem["type"] == "value_error":
         told = str(problem["ctx"]["error"])  # ours: says what was found
         return f"{where}: {told}" if where else told  # of several settings it names them itself
-    found = "what may be a secret" if where.startswith(SECRETS) else repr(problem["input"])
+    found = "what may be a secret" if where.startswith(SECRETS) else masked(repr(problem["input"]))
     said = BY_NAME if problem["type"] in ("dict_type", "mapping_type") else problem["msg"]
     return f"{where}: {said}, found {found}"
 

@@ -392,6 +392,27 @@ def test_a_message_about_a_secret_does_not_tell_it(recipe: Any, text: str) -> No
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("RLHF_DAGSTER_URL", "training.dagster_url"), ("RLHF_MLFLOW_URL", "pages.mlflow_url")],
+)
+def test_an_address_that_pages_show_holds_no_password(
+    monkeypatch: pytest.MonkeyPatch, name: str, place: str
+) -> None:
+    for told, found in {
+        "http://me:hunter2@there:3000": "http://me:**********@there:3000",
+        "http://me@there": "http://me@there",
+        "http:///path": "http:///path",
+    }.items():
+        monkeypatch.setenv(name, told)
+        with pytest.raises(ConfigError) as refused:
+            load_settings("tiny")
+        assert f"{place}: String should match pattern" in str(refused.value)
+        assert str(refused.value).endswith(f"found {found!r}")
+    monkeypatch.setenv(name, "https://there/below/")
+    assert load_settings("tiny")
+
+
 # -- what would stop the loop ---------------------------------------------------------------------
 
 
