@@ -21,6 +21,7 @@ import structlog
 
 from automation.dead import AT_WORK
 from automation.jobs import CAME_TO_NOTHING, WATERMARK, retrain
+from automation.processes import home_of
 from resources.pipeline import AGENT
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.feedback.claims import ClaimBook
@@ -83,10 +84,13 @@ def prune_runs(
 
 
 def embedded_instance(state_dir: Path) -> dg.DagsterInstance | None:
-    """Return the instance of a state folder, or None where Dagster never ran in it."""
-    home = state_dir / "dagster"
-    known = (home / "dagster.yaml").exists()
-    return dg.DagsterInstance.from_config(str(home)) if known else None
+    """Return the instance of a state folder, or None where Dagster never ran in it.
+
+    Raises ConfigError as `home_of` does: of a folder that was moved, or restored from a backup.
+    """
+    if not (state_dir / "dagster" / "dagster.yaml").exists():
+        return None
+    return dg.DagsterInstance.from_config(str(home_of(state_dir)))
 
 
 def _items(

@@ -55,14 +55,9 @@ if os.getppid() == int(sys.argv[1]):
 def prepare_home(state_dir: Path) -> Path:
     """Return <state>/dagster with dagster.yaml and databases in it, and point this process at it.
 
-    Raises ConfigError for a folder whose name Dagster would read otherwise in its databases' URLs.
+    Raises ConfigError as `home_of` does.
     """
-    home = state_dir.absolute() / "dagster"
-    if re.search(r"\?|%[0-9A-Fa-f]{2}", str(home)):
-        raise ConfigError(
-            f"needed a state folder without ? and %41 in its path, found {home}: Dagster would "
-            "keep its databases elsewhere; name another with --state or RLHF_STATE_DIR"
-        )
+    home = home_of(state_dir)
     make_private(home.parent)
     home.mkdir(exist_ok=True)
     shutil.copyfile(ROOT / "dagster.yaml", home / "dagster.yaml")
@@ -72,6 +67,20 @@ def prepare_home(state_dir: Path) -> Path:
     os.environ["DAGSTER_HOME"] = str(home)
     os.environ["RLHF_STATE_DIR"] = str(state_dir.absolute())
     _make_databases(home)
+    return home
+
+
+def home_of(state_dir: Path) -> Path:
+    """Return <state>/dagster, there or not.
+
+    Raises ConfigError for a folder whose name Dagster would read otherwise in its databases' URLs.
+    """
+    home = state_dir.absolute() / "dagster"
+    if re.search(r"\?|%[0-9A-Fa-f]{2}", str(home)):
+        raise ConfigError(
+            f"needed a state folder without ? and %41 in its path, found {home}: Dagster would "
+            "keep its databases elsewhere; name another with --state or RLHF_STATE_DIR"
+        )
     return home
 
 

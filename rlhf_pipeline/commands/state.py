@@ -99,6 +99,7 @@ def prune(
     here = workspace()
     every = here.store.agents()
     lost = lost_recipes(every, here.settings_of)
+    instance = embedded_instance(here.settings.state_dir)  # refused before anything goes
     with progress() as bars:
         task = bars.add_task("looking", total=None)
         items = remove(
@@ -108,7 +109,6 @@ def prune(
             dry_run=dry_run,
             report=lambda facts: bars.update(task, description=str(facts["removed"])),
         )
-        instance = embedded_instance(here.settings.state_dir)
         if instance is not None:
             with instance:
                 items += prune_runs(

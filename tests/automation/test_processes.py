@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sqlite3
@@ -23,10 +24,14 @@ from unittest.mock import patch
 import dagster as dg
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from assets.common import GPU
 from automation import processes, ui
+from rlhf_pipeline.cli import app
+from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError, PipelineError
+from rlhf_pipeline.files import sqlite_url
 
 
 @pytest.fixture
@@ -461,3 +466,17 @@ def test_a_folder_that_dagster_would_read_otherwise_is_refused(tmp_path: Path, n
     with pytest.raises(ConfigError, match="Dagster would keep its databases elsewhere"):
         processes.prepare_home(tmp_path / name)
     assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["what?", "50%41"])
+def test_nothing_is_pruned_in_a_folder_that_dagster_would_read_otherwise(
+    tmp_path: Path, name: str
+) -> None:
+    state = tmp_path / name  # as a restore makes it
+    open_database(sqlite_url(state / "feedback.db")).reached().close()
+    (state / "dagster").mkdir()
+    shutil.copyfile(processes.ROOT / "dagster.yaml", state / "dagster" / "dagster.yaml")
+    told = CliRunner().invoke(app, ["--state", str(state), "prune"])
+    assert told.exit_code == 1
+    assert "Dagster would keep its databases elsewhere; name another" in told.stderr
+    assert list(tmp_path.iterdir()) == [state]
