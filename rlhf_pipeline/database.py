@@ -378,10 +378,15 @@ class Database:
                 "database_url needs sqlite:///FILE or postgresql://…, found "
                 f"{self.url.drivername}://…; set one of the two, or leave it out"
             )
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        if not self.is_sqlite and "@" in f"{self.url.host}/{self.url.database}":
+            raise ConfigError(  # what it read as the host is a part of the password
+                "database_url needs one @, before the host, found another after it; write an @ of "
+                "the password as %40, in RLHF_DATABASE_URL or the recipe"
+            )
         if self.url.drivername == "postgresql":
             # SQLAlchemy 2.1 reads a bare postgresql:// as psycopg 3; ours is psycopg2.
             self.url = self.url.set(drivername="postgresql+psycopg2")
-        self.is_sqlite = self.url.get_backend_name() == "sqlite"
         if self.is_sqlite and self.url.database:
             try:
                 make_private(Path(self.url.database).parent)  # the state: what people wrote
@@ -409,6 +414,8 @@ class Database:
                 "database_url needs a driver that is there, found none called "
                 f"{self.url.drivername}; write postgresql:// alone"
             ) from error
+        if self.engine.driver == "psycopg2":
+            _check_options(self.engine)
         if self.is_sqlite:
             sa.event.listen(self.engine, "connect", _set_sqlite_pragmas)
             sa.event.listen(self.engine, "begin", _begin_as_asked)
@@ -674,6 +681,19 @@ def _postgresql_arguments(url: sa.URL) -> dict[str, Any]:
         "tcp_user_timeout": 30_000,  # milliseconds
     }
     return {name: value for name, value in arguments.items() if name not in url.query}
+
+
+def _check_options(engine: sa.Engine) -> None:
+    """Raise ConfigError for an option in the URL that libpq does not know."""
+    driver: Any = engine.dialect.dbapi
+    asked = engine.dialect.create_connect_args(engine.url)[1]
+    try:
+        driver.extensions.make_dsn(**asked)  # as connecting does
+    except driver.ProgrammingError as error:
+        raise ConfigError(
+            f"database_url needs options that libpq knows, found {str(error).strip()}; correct "
+            "RLHF_DATABASE_URL or the recipe"
+        ) from error
 
 
 def _milliseconds(seconds: float) -> str:

@@ -393,6 +393,22 @@ def test_what_is_no_url_is_refused_and_not_told(url: str) -> None:
     assert "hunter2" not in str(told.value)
 
 
+@pytest.mark.parametrize("password", ["hunt@er2", "hunt@er2/x", "@hunter2"])
+def test_a_password_that_would_be_read_as_the_host_is_refused_and_not_told(password: str) -> None:
+    with pytest.raises(ConfigError, match="write an @ of the password as %40") as told:
+        Database(f"postgresql://me:{password}@h:5432/d")
+    assert "er2" not in str(told.value)
+    sound = Database("postgresql://me@work:hunt%40er2@h/d?user=me@home")
+    assert (sound.url.username, sound.url.password) == ("me@work", "hunt@er2")
+
+
+def test_an_option_that_libpq_does_not_know_is_named_on_one_line() -> None:
+    with pytest.raises(ConfigError, match=r'libpq knows, found invalid .* "foo"; correct') as told:
+        Database("postgresql://me:hunter2@h/rlhf?foo=1")
+    assert "hunter2" not in str(told.value)
+    assert "\n" not in str(told.value)
+
+
 def test_a_driver_nobody_knows_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"none called postgresql\+foo; write postgresql:// alone"
