@@ -116,7 +116,7 @@ def need(people: Sequence[Person], given_agent: str | None) -> None:
         where = "any agent" if given_agent is None else f"agent {given_agent!r}"
         raise UnknownRater(
             f"needed a rater that {where} holds anything about, found none; give the id as it was "
-            "sent, or the hash that an export shows"
+            "sent, with any blanks around it, or the hash that an export shows"
         )
 
 

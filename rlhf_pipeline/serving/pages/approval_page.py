@@ -82,7 +82,7 @@ def add_approval_page(
                 agent_id,
                 wanted.version,
                 actor=actor,
-                reason=typed.get("reason") or "approved after a look at its answers",
+                reason=typed.get("reason", "").strip() or "approved after a look at its answers",
                 expected_champion=int(asked["champion"]),
             )
         except PipelineError as error:

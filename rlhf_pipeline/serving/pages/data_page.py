@@ -228,9 +228,7 @@ async def form_of(request: Request) -> dict[str, str]:
         body += piece
         if len(body) > LONGEST_FORM:
             return {}
-    return {
-        name: said[0].strip() for name, said in parse_qs(body.decode("utf-8", "replace")).items()
-    }
+    return {name: said[0] for name, said in parse_qs(body.decode("utf-8", "replace")).items()}
 
 
 def form(path: str, fields: Asked, inside: str) -> str:

@@ -165,6 +165,17 @@ def test_an_admin_sees_what_learned_from_a_rater_and_erases_them(shop: Shop) -> 
     assert (shop.holds("carol"), shop.holds("dan")) == (False, True)
 
 
+def test_an_id_that_was_sent_with_blanks_is_found_and_is_not_that_without(shop: Shop) -> None:
+    shop.said(" frank ", "frank")
+    admin, typed = shop.browser(), {"rater": " frank "}
+    assert fields(admin.post(ANYBODY, data=typed).text, f"{ANYBODY}/download") == typed
+    word = fields(admin.post(f"{ANYBODY}/erase", data=typed).text, f"{ANYBODY}/erase")
+    assert "It is erased" in admin.post(f"{ANYBODY}/erase", data={**word, "sure": "yes"}).text
+    assert (shop.holds(" frank "), shop.holds("frank")) == (False, True)
+    unknown = admin.post(ANYBODY, data={"rater": "frank "}).text
+    assert "give the id as it was sent, with any blanks around it" in unknown
+
+
 def trained_from(shop: Shop, fingerprint: str) -> None:
     """Register a version that a snapshot of everything so far was trained into."""
     folder = shop.here.settings.agent_folder("shop") / "v0"
