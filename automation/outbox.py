@@ -8,10 +8,12 @@ good would be sent all of them at every tick. Where no webhook is set nothing is
 
 import http.client
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 from rlhf_pipeline.config import Settings
@@ -22,6 +24,7 @@ from rlhf_pipeline.reward.remote import NoRedirect
 AWAY = (OSError, http.client.HTTPException)  # what `tell` raises where the webhook took nothing
 OUTBOX = "outbox"  # folder in the state
 MOST = 50  # messages that wait
+ANSWER = 10.0  # seconds that a webhook has to take a message
 TELLING = 30.0  # seconds of a tick for a slow webhook; Dagster gives up a tick after a minute
 
 
@@ -75,7 +78,7 @@ def is_away(error: Exception) -> bool:
 
 
 def tell(settings: Settings, body: Mapping[str, str]) -> None:
-    """Send it to the webhook, where one is set. Raises one of AWAY where it was not taken.
+    """Send it to the webhook, where one is set. Raises one of AWAY where it was not taken in time.
 
     Where the webhook has moved it was not: a redirect is followed with a GET, which tells nothing.
     """
@@ -87,9 +90,17 @@ def tell(settings: Settings, body: Mapping[str, str]) -> None:
         data=json.dumps(dict(body)).encode(),
         headers={"Content-Type": "application/json"},
     )
-    try:
-        with urllib.request.build_opener(NoRedirect()).open(call, timeout=10):
-            pass
-    except urllib.error.HTTPError as error:
-        error.close()  # it holds the connection
-        raise
+    answer: Future[None] = Future()
+
+    def ask() -> None:
+        try:
+            with urllib.request.build_opener(NoRedirect()).open(call, timeout=ANSWER):
+                answer.set_result(None)
+        except (*AWAY, ValueError) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()  # it holds the connection
+            answer.set_exception(error)
+
+    # In a thread of its own: the timeout above is each read's, and an answer may come in drips.
+    threading.Thread(target=ask, daemon=True).start()
+    answer.result(ANSWER)

@@ -1439,6 +1439,26 @@ def test_messages_that_nobody_takes_neither_pile_up_nor_fill_a_tick(
     assert len(kept.received) == 1 + outbox.MOST
 
 
+def test_a_webhook_whose_answer_comes_in_drips_is_waited_for_no_longer_than_another(
+    ticks: Ticks, hook: tuple[str, type[Hook]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, kept = hook
+    ticks.set(notifications={"webhook": url})
+    heard = threading.Event()
+
+    def drips(hook: Hook) -> None:
+        hook.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+        for _ in range(100):
+            if not heard.wait(0.05):
+                hook.wfile.write(b".")
+
+    monkeypatch.setattr(kept, "do_POST", drips)
+    monkeypatch.setattr(outbox, "ANSWER", 0.3)
+    with pytest.raises(outbox.AWAY):
+        outbox.tell(ticks.pipeline.settings(), {"text": "it failed"})
+    heard.set()
+
+
 def test_a_slow_webhook_is_told_part_of_it_in_a_tick_and_the_rest_later(
     ticks: Ticks, hook: tuple[str, type[Hook]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
