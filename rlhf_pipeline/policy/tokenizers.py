@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.policy.chat import decode_completions, encode_completions
 from rlhf_pipeline.policy.loading import Policy, load_tokenizer
+from rlhf_pipeline.records import hashed
 
 TIKTOKEN = "tiktoken:"
 SUFFIX = ".tiktoken"
@@ -327,6 +329,17 @@ def diagnose_model(policy: Policy, *, tokens: int = 32) -> ModelReport:
         tokens_fit=len(policy.tokenizer) <= rows,
         tokens_per_second=getattr(last, "tokens", 0) / seconds,
     )
+
+
+def reading_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
+    """Return what of a tokenizer decides which tokens a model reads, long parts as digests."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    template = tokenizer.chat_template
+    return {
+        "vocabulary": hashed(vocabulary)[:32],
+        **{f"{role}_token": getattr(tokenizer, f"{role}_token") for role in ("bos", "eos", "pad")},
+        "chat_template": hashed(json.dumps(template, sort_keys=True))[:32] if template else None,
+    }
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[int, str]]:

@@ -1,7 +1,8 @@
 """The reward model: a trunk that reads prompt and completion, and a scalar head on what it read.
 
 On disk it is a folder: trunk/ (a plain transformers folder with its tokenizer), head.safetensors
-(weight, bias) and reward_model.json (what is read, limits, centre offset, calibration temperature).
+(weight, bias) and reward_model.json (what is read, by which tokenizer, limits, centre offset,
+calibration temperature).
 One that shares a base keeps no trunk of its own: trunk/ then holds adapters, or nothing but the
 tokenizer where only the head was trained, and reward_model.json says which base.
 The head may also read how likely the trunk's own language model finds the completion: what was said
@@ -65,6 +66,7 @@ from rlhf_pipeline.policy.sampling import (
     state_width,
     trunk_of,
 )
+from rlhf_pipeline.policy.tokenizers import reading_of
 from rlhf_pipeline.records import Prompt, RewardFunction, RewardInput, hashed
 from rlhf_pipeline.reward import HEAD, SETTINGS, TRUNK, missing_from
 from rlhf_pipeline.reward.calibration import Confidence
@@ -78,6 +80,7 @@ TOKENS_ON_CPU = 4_096  # on a CPU, whose cache then holds more of a layer
 PACKED_BELOW = 0.9  # share of a batch that is real tokens; above, packing costs what it saves
 CRITERIA = "criteria.safetensors"
 TRAINED_FROM = "trained_from"  # in the settings: the digest of what a trunk of its own began as
+TOKENIZER = "tokenizer"  # likewise: what of the one it was trained with decides what it reads
 LIKELIHOODS = 3  # mean, least and total log-probability of the completion's tokens
 OWN = "reward"  # the name of its adapters where no other reward model shares the base
 ONE_HEAD = Combined()
@@ -383,6 +386,8 @@ def save_reward_model(
             "encoder": model.encoder,
             "reads": model.reads,
             "likelihood": model.likelihood,
+            # Of the files, not of the one in memory: whoever loads the model compares with those.
+            TOKENIZER: reading_of(load_tokenizer(folder / TRUNK)),
             **({} if model.base is None else {"base": _base_facts(model.base, folder.parent)}),
             **({} if model.source is None else {TRAINED_FROM: base_digest(model.source)}),
             **({} if model.head.out_features == 1 else {"heads": asdict(model.combined)}),
@@ -410,7 +415,7 @@ def load_reward_model(
     One that was trained on `base` reads with the base that is in memory already; on another, or
     without `base`, it loads that, with weights of `dtype`.
     Its version is a digest of its weights and settings. Raises ModelError if files are missing or
-    do not fit together.
+    do not fit together, or the tokenizer is not the one it was trained with.
     """
     root = Path(directory)
     if missing := missing_from(root):
@@ -433,6 +438,7 @@ def load_reward_model(
         else:
             trunk, _ = _read_base(base_source(facts, root), likelihood, dtype)
     tokenizer = load_tokenizer(root / TRUNK)
+    _check_tokenizer(tokenizer, trunk, settings.get(TOKENIZER), root)
     try:
         weights = load_file(root / HEAD)
         width = state_width(trunk.config) + LIKELIHOODS * likelihood
@@ -476,6 +482,33 @@ def load_reward_model(
     if criteria is not None:
         model.criteria = criteria.to(model.head.weight.device).eval()
     return LearnedReward(model, tokenizer, limits, calibration, version)
+
+
+def _check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase,
+    trunk: Any,
+    trained_with: dict[str, str | None] | None,
+    root: Path,
+) -> None:
+    """Raise ModelError where the tokenizer is not the one the reward model was trained with.
+
+    Earlier releases did not say which that was: of theirs one is refused that cannot have been.
+    """
+    if trained_with is not None:
+        found = reading_of(tokenizer)
+        other = [name for name, value in trained_with.items() if found[name] != value]
+        odd = ", ".join(f"another {name}" for name in other)
+    else:
+        rows = int(trunk.get_input_embeddings().weight.shape[0])
+        odd = "no pad_token" if tokenizer.pad_token_id is None else ""
+        if len(tokenizer) > rows:
+            odd = f"{len(tokenizer)} tokens where the trunk knows {rows}"
+    if odd:
+        raise ModelError(
+            f"the reward model at {root} needs the tokenizer it was trained with, found {odd} in "
+            f"{root / TRUNK}; copy that folder again with all its files (chat_template.jinja is "
+            "easily left behind), or train the reward model again"
+        )
 
 
 def reward_version(directory: Path) -> str:

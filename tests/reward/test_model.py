@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_pipeline.errors import ModelError
-from rlhf_pipeline.files import new_folder
+from rlhf_pipeline.files import new_folder, read_json, write_json
 from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
 from rlhf_pipeline.policy.loading import Policy, load_policy, load_tokenizer, save_policy
 from rlhf_pipeline.records import RewardInput, user_prompt
+from rlhf_pipeline.reward import SETTINGS, TRUNK
 from rlhf_pipeline.reward.functions import as_reward
 from rlhf_pipeline.reward.model import (
     Calibration,
@@ -116,6 +117,67 @@ def test_damaged_reward_models_are_refused(planted: Planted, tmp_path: Path) -> 
     (tmp_path / "base" / "trunk").mkdir()
     with pytest.raises(ModelError, match="found no head"):
         load_reward_model(tmp_path / "base")
+
+
+def without_template(trunk: Path) -> None:
+    (trunk / "chat_template.jinja").unlink()
+
+
+def with_another_end(trunk: Path) -> None:
+    config = read_json(trunk / "tokenizer_config.json")
+    write_json(trunk / "tokenizer_config.json", {**config, "eos_token": config["pad_token"]})
+
+
+def without_pad(trunk: Path) -> None:
+    config = read_json(trunk / "tokenizer_config.json")
+    del config["pad_token"]
+    write_json(trunk / "tokenizer_config.json", config)
+
+
+def with_another_token(trunk: Path) -> None:
+    tokenizer = load_tokenizer(trunk)
+    tokenizer.add_tokens("please ")
+    tokenizer.save_pretrained(trunk)
+
+
+@pytest.mark.parametrize(
+    ("swap", "found", "found_in_an_earlier_release_s"),
+    [
+        (without_template, "another chat_template", None),
+        (with_another_end, "another eos_token", None),
+        (without_pad, "another pad_token", "no pad_token"),
+        (with_another_token, "another vocabulary", r"\d+ tokens where the trunk knows \d+"),
+    ],
+)
+@pytest.mark.parametrize("on_base", [False, True])
+def test_a_tokenizer_that_is_not_the_one_of_the_training_is_refused(
+    planted: Planted,
+    tmp_path: Path,
+    swap: Callable[[Path], None],
+    found: str,
+    found_in_an_earlier_release_s: str | None,
+    on_base: bool,
+) -> None:
+    root = tmp_path / "rm"
+    made = new_reward_model(
+        planted.base, seed=0, on_base=on_base, lora_rank=2 * on_base, device="cpu"
+    )
+    with new_folder(root) as new:
+        save_reward_model(*made, new, limits=LIMITS, calibration=Calibration())
+    expected = load_reward_model(root, device="cpu")(items_of(planted))
+    settings = read_json(root / SETTINGS)
+    of_earlier = {name: value for name, value in settings.items() if name != "tokenizer"}
+    write_json(root / SETTINGS, of_earlier)
+    assert load_reward_model(root, device="cpu")(items_of(planted)) == expected
+    swap(root / TRUNK)
+    if found_in_an_earlier_release_s is not None:
+        with pytest.raises(ModelError, match=f"found {found_in_an_earlier_release_s} in"):
+            load_reward_model(root)
+    write_json(root / SETTINGS, settings)
+    with pytest.raises(
+        ModelError, match=f"needs the tokenizer it was trained with, found {found} in"
+    ):
+        load_reward_model(root)
 
 
 def test_scores_that_are_not_finite_are_refused(planted: Planted, tmp_path: Path) -> None:
