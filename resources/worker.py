@@ -23,7 +23,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config import ExperimentSettings, Settings, models_named
+from rlhf_pipeline.config import ExperimentSettings, Settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS, place_of
@@ -31,7 +31,6 @@ from rlhf_pipeline.fence import writing_while
 from rlhf_pipeline.files import file_sha256, folder_sha256, read_json, write_json
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.registry.ledger import PromotionLedger
-from rlhf_pipeline.reward import SETTINGS
 from rlhf_pipeline.stages import DATA_SETS, STAGES, Turn, base_source
 
 AHEAD = "--ahead"
@@ -138,12 +137,9 @@ def _read_besides(stage: str, spec: Mapping[str, Any]) -> list[str]:
             given = [Path(settings.reward.given) / job for job in JOBS]
             digests = [json.dumps(folder_sha256(each)) for each in given if each.is_dir()]
     elif stage == "ppo":
-        named = models_named(spec["settings"]).items()
-        folders = [Path(place) for name, place in named if name.startswith("reward.functions.")]
-        if models := [folder for folder in folders if (folder / SETTINGS).is_file()]:
-            from rlhf_pipeline.reward.model import reward_version
+        from rlhf_pipeline.reward.named import written_versions
 
-            digests = [reward_version(folder) for folder in models]
+        digests = written_versions(settings.reward.functions)
     elif stage == "evaluation":
         from rlhf_pipeline.evaluation.behaviour import OWN_ITEMS
 

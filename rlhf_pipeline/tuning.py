@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.errors import TrainingError
 from rlhf_pipeline.files import alone_in, write_json, write_text
 from rlhf_pipeline.records import Progress, hashed, ignore_progress
-from rlhf_pipeline.reward import SETTINGS
 
 if TYPE_CHECKING:
     import optuna
@@ -155,12 +154,12 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
 
     from rlhf_pipeline.ppo.state import decisive
     from rlhf_pipeline.reward.model import reward_version
+    from rlhf_pipeline.reward.named import written_versions
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     # Another snapshot, champion, baseline, reward or length is another search: scores would not
     # compare. With other settings of the machine, for which memory may be the reason, it goes on.
     reward, training = turn.settings.reward, turn.settings.training
-    folders = [Path(one.function or name) for name, one in reward.functions.items()]
     name = hashed(
         turn.fingerprint,
         str(turn.champion),
@@ -168,7 +167,7 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
         str(decisive(settings)),
         *(reward_version(turn.work / "reward" / job) for job in ("proxy", "stopping")),
         str((reward.functions, reward.wish_bound)),
-        *(reward_version(folder) for folder in folders if (folder / SETTINGS).is_file()),
+        *written_versions(reward.functions),
         str((training.watch_prompts, training.simulated_user)),
     )[:16]
     journal = folder / "journal.log"

@@ -170,6 +170,17 @@ def test_searches_that_do_not_compare_share_no_folder(
         search(other, tmp_path, trials=1)
     assert len(set(folders)) == 6
     assert len(folders) == 10
+    # Or with another function of one's own in the file that it is written in.
+    monkeypatch.syspath_prepend(tmp_path)
+    own = tmp_path / "taste_of_one_who_searches.py"
+    functions = {"taste": FunctionSettings(function=f"{own.stem}:taste")}
+    reward = turn.settings.reward.model_copy(update={"functions": functions})
+    other = replace(turn, settings=turn.settings.model_copy(update={"reward": reward}))
+    for number in (1, 2, 2):
+        own.write_text(f"def taste(items): return [{number} for _ in items]")
+        search(other, tmp_path, trials=1)
+    assert len(set(folders)) == 8
+    assert len(folders) == 12
 
 
 def test_a_baseline_that_was_reset_is_searched_against_anew(

@@ -1,7 +1,8 @@
 """Rewards by the names people give them, and the composite that a recipe asks for.
 
 What this does not protect against: a reward loaded as `module:function` is code that runs here;
-name only what you would run.
+name only what you would run. Its version follows the file it is written in, and no other that this
+one imports.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import entry_points
@@ -16,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.files import file_sha256
 from rlhf_pipeline.records import RewardFunction, hashed
-from rlhf_pipeline.reward import missing_from
+from rlhf_pipeline.reward import SETTINGS, missing_from
 from rlhf_pipeline.reward.composite import CompositeReward, Term
 from rlhf_pipeline.reward.functions import CheckedReward, as_reward
 from rlhf_pipeline.reward.judge import JudgeReward
@@ -27,6 +30,7 @@ from rlhf_pipeline.reward.rules import NEED_REFERENCES, RULES, format_fit, lengt
 from rlhf_pipeline.reward.settings import CRITERION, LEARNED, FunctionSettings
 
 ENTRY_POINTS = "rlhf_pipeline.rewards"  # the group in which an installed package offers rewards
+ADDRESS = ("http://", "https://")  # how that of a remote reward begins
 
 
 MADE: Mapping[str, Callable[..., RewardFunction]] = {
@@ -58,6 +62,23 @@ def folders_of(functions: Mapping[str, FunctionSettings]) -> list[Path]:
     return [Path(one) for one in targets if one not in known and Path(one).is_dir()]
 
 
+def written_versions(functions: Mapping[str, FunctionSettings]) -> list[str]:
+    """Return the versions of what is only named and a person may write anew, in their order.
+
+    That is reward models' folders, and functions that do not come with the project.
+    """
+    versions = []
+    for name, one in functions.items():
+        target = one.function or name
+        if (Path(target) / SETTINGS).is_file():
+            from rlhf_pipeline.reward.model import reward_version
+
+            versions.append(reward_version(Path(target)))
+        elif _place_of(target) is not None:
+            versions.append(str(getattr(named_reward(target, one.options), "version", None)))
+    return versions
+
+
 def named_reward(
     name: str, options: Mapping[str, Any] | None = None, *, device: str = "auto"
 ) -> RewardFunction:
@@ -73,16 +94,13 @@ def named_reward(
         return CheckedReward(RULES[name], name)
     if name in MADE:
         return _made(MADE[name], name, options)
-    offered = _offered()
-    if name in offered:
-        return _loaded(offered[name], name, options)
-    if name.startswith(("http://", "https://")):
+    if (place := _place_of(name)) is not None:
+        return _loaded(place, name, options)
+    if name.startswith(ADDRESS):
         return _made(partial(_remote, name), "at its address", options)  # which may hold a secret
     if Path(name).is_dir():
         _check_folder(name, options)
         return as_reward(name, device=device)
-    if ":" in name:
-        return _loaded(name, name, options)
     near = difflib.get_close_matches(name, known_names(), n=1)
     hint = f" (the nearest is {near[0]!r})" if near else ""
     raise ModelError(
@@ -200,6 +218,12 @@ def _offered() -> dict[str, str]:
     return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
 
 
+def _place_of(name: str) -> str | None:
+    """Return the module:function behind a name; None where it names something else."""
+    elsewhere = name.startswith((*ADDRESS, CRITERION)) or Path(name).is_dir()
+    return _offered().get(name, name if ":" in name and not elsewhere else None)
+
+
 def _loaded(target: str, name: str, options: Mapping[str, Any]) -> RewardFunction:
     module, _, attribute = target.partition(":")
     try:
@@ -214,8 +238,9 @@ def _loaded(target: str, name: str, options: Mapping[str, Any]) -> RewardFunctio
             f"the reward {name} needs a function that takes items, found a "
             f"{type(found).__name__}; name a function"
         )
+    version = hashed(name, *_sources(module, found))
     if options:
-        return _made(found, name, options)
+        return _made(found, name, options, version=version)
     try:
         inspect.signature(found).bind([])
     except TypeError as error:
@@ -225,13 +250,27 @@ def _loaded(target: str, name: str, options: Mapping[str, Any]) -> RewardFunctio
         ) from error
     except ValueError:  # one that is not written in Python and does not say what it takes
         pass
-    return CheckedReward(found, name)
+    return CheckedReward(found, name, version=version)
+
+
+def _sources(module: str, found: Any) -> list[str]:
+    """Return digests of the module's file, and of the one it has the function from, if another."""
+    modules = dict.fromkeys((module, getattr(found, "__module__", None)))
+    files = [getattr(sys.modules.get(str(one)), "__file__", None) for one in modules]
+    return [file_sha256(file) for file in files if file is not None and Path(file).is_file()]
 
 
 def _made(
-    maker: Callable[..., RewardFunction], name: str, options: Mapping[str, Any]
+    maker: Callable[..., RewardFunction],
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    version: str | None = None,
 ) -> RewardFunction:
-    """Return the reward that the options make; its version says with which."""
+    """Return the reward that the options make; its version says with which.
+
+    `version` is what the maker's own is, where its name does not say that.
+    """
     try:
         inspect.signature(maker).bind(**options)
     except TypeError as error:
@@ -248,5 +287,7 @@ def _made(
         ) from error
     if getattr(made, "may_skip", False):
         return made  # whose scores the composite checks
-    version = hashed(name, *(f"{key}={options[key]!r}" for key in sorted(options)))
-    return CheckedReward(made, name, version=version if options else name)
+    version = version or name
+    if options:
+        version = hashed(version, *(f"{key}={options[key]!r}" for key in sorted(options)))
+    return CheckedReward(made, name, version=version)

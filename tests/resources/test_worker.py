@@ -226,6 +226,20 @@ def test_a_stage_runs_again_when_a_file_it_reads_changed(
     assert [each for each in STAGES if same_work(each, spec) != before[each]] == [stage]
 
 
+def test_a_stage_runs_again_when_a_function_of_ones_own_was_edited(
+    turn: Turn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    own = tmp_path / "taste_of_one_who_edits.py"
+    own.write_text("def taste(items): return [1.0 for _ in items]\n")
+    spec = specification(turn)
+    spec["settings"]["reward"]["functions"] = {"taste": {"function": f"{own.stem}:taste"}}
+    before = {stage: same_work(stage, spec) for stage in STAGES}
+    assert before == {stage: same_work(stage, spec) for stage in STAGES}
+    own.write_text("def taste(items): return [-1.0 for _ in items]\n")
+    assert [each for each in STAGES if same_work(each, spec) != before[each]] == ["ppo"]
+
+
 @pytest.mark.parametrize(("earlier", "stage"), [("reward", "ppo"), ("ppo", "evaluation")])
 def test_a_stage_runs_again_when_the_one_it_goes_on_from_did(
     turn: Turn, monkeypatch: pytest.MonkeyPatch, earlier: str, stage: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -262,6 +263,39 @@ def test_a_composite_of_nothing_is_refused() -> None:
 def test_a_function_of_ones_own_is_a_reward_by_its_place() -> None:
     reward = named_reward(OWN)
     assert list(reward([RewardInput(PROMPT, "four")])) == [4.0]
+
+
+def test_the_version_of_a_function_of_ones_own_follows_the_file_it_is_written_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "tastes_of_ones_own"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .short import made, short, steady\n")
+    (package / "other.py").write_text("")
+    file = package / "short.py"
+    text = (
+        "def short(items): return [-len(one.completion) for one in items]\n"
+        "def steady(items): return short(items)\n"
+        "steady.version = 'mine'\n"
+        "def made(most): return lambda items: [float(most) for _ in items]\n"
+    )
+    file.write_text(text)
+
+    def versions() -> list[str]:
+        by_name = [named_reward(f"{package.name}:{name}") for name in ("short", "steady")]
+        with_options = [named_reward(f"{package.name}:made", {"most": most}) for most in (3, 4)]
+        every = [*by_name, *with_options, named_reward("distinct-1")]
+        return [getattr(reward, "version", "") for reward in every]
+
+    before = versions()
+    assert len(set(before)) == len(before)
+    (package / "other.py").write_text("# edited")
+    assert versions() == before
+    file.write_text(text.replace("-len", "len"))
+    edited = [now != then for now, then in zip(versions(), before, strict=True)]
+    assert edited == [True, False, True, True, False]
+    assert (before[1], before[-1]) == ("mine", "distinct-1")
 
 
 @pytest.mark.parametrize(
