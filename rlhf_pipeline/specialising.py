@@ -30,7 +30,7 @@ from rlhf_pipeline.records import (
 )
 from rlhf_pipeline.reward.composite import CompositeReward
 from rlhf_pipeline.reward.functions import CheckedReward
-from rlhf_pipeline.reward.named import composite_of, needs_references
+from rlhf_pipeline.reward.named import composite_of, folders_of, needs_references
 from rlhf_pipeline.reward.settings import LEARNED, FunctionSettings
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def specialise(
 
     A folder that holds a part of this is gone on with. `baseline` takes the place of the one that
     would be trained. Raises ConfigError where the recipe names no specialists, or sets what they
-    cannot have, TrainingError where another process trains in the folder or all of them together
-    cannot fit into memory.
+    cannot have, TrainingError where another process trains in the folder, a reward model that they
+    name reads less than they may say, or all of them together cannot fit into memory.
     """
     if not settings.specialists:
         raise ConfigError(
@@ -90,8 +90,11 @@ def specialise(
         )
     from rlhf_pipeline.ppo.plan import NO_MODELS, beside_others, check_fits, make_plan, read_config
     from rlhf_pipeline.ppo.specialists import Specialist, check_settings, train_specialists
-    from rlhf_pipeline.stages import policy_config
+    from rlhf_pipeline.stages import check_reads_whole, policy_config
 
+    for name, one in settings.specialists.items():
+        folders = folders_of(one.functions)
+        check_reads_whole(f"specialists.{name}.functions", folders, settings.policy)
     asked = {name: prompts_of(name, one, settings) for name, one in settings.specialists.items()}
     rewards = {
         name: reward_of(one, asked[name], settings) for name, one in settings.specialists.items()

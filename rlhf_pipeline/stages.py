@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlhf_pipeline.config import Settings
+from rlhf_pipeline.config import PolicySettings, Settings
 from rlhf_pipeline.errors import EvaluationError, NotEnoughData, PromptRefused, TrainingError
 from rlhf_pipeline.feedback import datasets, gold, snapshot
 from rlhf_pipeline.feedback.datasets import (
@@ -160,7 +160,8 @@ def check_before_training(turn: Turn) -> None:
 
     Nothing is loaded for it: a judge's key, trackers, the precision, and, where there is a policy
     to start from, whether its context holds the settings' lengths and the prompts, and whether
-    there are pairs where it learns from these.
+    there are pairs where it learns from these; and of reward models that the recipe names, whether
+    they read whole prompts and completions.
     """
     from rlhf_pipeline.policy.loading import choose_device, context_length_of, load_tokenizer
     from rlhf_pipeline.ppo.collecting import encode_within
@@ -168,11 +169,16 @@ def check_before_training(turn: Turn) -> None:
     from rlhf_pipeline.ppo.learner import check_context, new_scaler
     from rlhf_pipeline.ppo.plan import read_config
     from rlhf_pipeline.ppo.trackers import check_trackers
-    from rlhf_pipeline.reward.named import check_keys
+    from rlhf_pipeline.reward.named import check_keys, folders_of
 
-    settings, ppo = turn.settings, turn.settings.ppo
+    settings, ppo, reward = turn.settings, turn.settings.ppo, turn.settings.reward
     pair_judge_of(settings)
-    check_keys(settings.reward.functions)
+    check_keys(reward.functions)
+    check_reads_whole("reward.functions", folders_of(reward.functions), settings.policy)
+    if reward.given is not None:
+        given = [Path(reward.given) / job for job in JOBS]
+        there = [folder for folder in given if (folder / SETTINGS).exists()]
+        check_reads_whole("reward.given", there, settings.policy)
     check_trackers(settings.training.report_to)
     new_scaler(choose_device(ppo.device), ppo)
     start = turn.champion or turn.baseline
@@ -186,6 +192,29 @@ def check_before_training(turn: Turn) -> None:
         encode_within(tokenizer, prompts, ppo, "prompts")
     else:  # which asks nothing but the watch prompts
         decided_pairs(_proxy_pairs(turn), ppo)
+
+
+def check_reads_whole(setting: str, folders: Iterable[Path], policy: PolicySettings) -> None:
+    """Raise TrainingError where a reward model that a setting names reads less than the policy may
+    be asked or say: the rest would count for nothing.
+    """
+    for folder in folders:
+        reads = _reads_less(folder, policy)
+        if reads is not None:
+            raise TrainingError(
+                f"{setting} must read whole prompts and completions: needed "
+                f"{policy.max_prompt_tokens} and {policy.max_completion_tokens} tokens, found "
+                f"{reads[0]} and {reads[1]} of {folder}; lower policy.max_prompt_tokens and "
+                f"max_completion_tokens, or leave that model out of {setting}"
+            )
+
+
+def _reads_less(folder: Path, policy: PolicySettings) -> tuple[int, int] | None:
+    """Return how many tokens of a prompt and a completion a reward model reads; None: enough."""
+    told = read_json(folder / SETTINGS)
+    reads = told["max_prompt_tokens"], told["max_completion_tokens"]
+    enough = reads[0] >= policy.max_prompt_tokens and reads[1] >= policy.max_completion_tokens
+    return None if enough else reads
 
 
 def takes_roles(turn: Turn) -> Callable[[tuple[Role, ...]], bool]:
@@ -402,8 +431,7 @@ def _used_again(
     """Use given reward models, or the turn before's, as they are; None: they are to be trained.
 
     All three or none: a proxy judged by models of another time would be judged by other raters.
-    Nor the turn before's where they were made by other settings. Raises TrainingError where given
-    ones read less than the policy may say.
+    Nor the turn before's where they were made by other settings.
     """
     from rlhf_pipeline.reward.calibration import judged_by
     from rlhf_pipeline.reward.model import load_reward_model
@@ -441,17 +469,9 @@ def _used_again(
     measured = {}
     for job in JOBS:
         if is_whole(source / job):
+            if reward.given is None and _reads_less(source / job, policy) is not None:
+                return None
             model = load_reward_model(source / job, device=policy.device, dtype=policy.frozen_dtype)
-            reads = model.limits.max_prompt_tokens, model.limits.max_completion_tokens
-            needed = policy.max_prompt_tokens, policy.max_completion_tokens
-            if reads[0] < needed[0] or reads[1] < needed[1]:
-                if reward.given is None:
-                    return None
-                raise TrainingError(
-                    f"reward.given must read whole prompts and completions: needed {needed[0]} and "
-                    f"{needed[1]} tokens, found {reads[0]} and {reads[1]} of {source / job}; lower "
-                    "policy.max_prompt_tokens and max_completion_tokens, or leave out reward.given"
-                )
             measured[job] = accuracy_on(model, new)
             fell = reward.retrain_drop is not None and has_fallen(
                 source / job, measured[job], reward.retrain_drop
@@ -590,11 +610,13 @@ def improve(
     from rlhf_pipeline.ppo.learner import shared_base
     from rlhf_pipeline.ppo.trainer import train_ppo
     from rlhf_pipeline.reward.model import load_reward_model
+    from rlhf_pipeline.reward.named import folders_of
     from rlhf_pipeline.simulation.people import customers
 
     baseline = _need(turn.baseline, "a baseline")
     champion = _need(turn.champion, "a champion")
     settings = turn.settings
+    check_reads_whole("reward.functions", folders_of(settings.reward.functions), settings.policy)
     prompts, watch_prompts, references = asked_prompts(turn)
     reward_folder = turn.work / "reward"
     # DPO trains through a trainer of its own, on a base nothing else reads.

@@ -17,6 +17,7 @@ from rlhf_pipeline.files import alone_in, write_json
 from rlhf_pipeline.ppo.checkpoint import write_checkpoint
 from rlhf_pipeline.ppo.plan import NO_MODELS, make_plan
 from rlhf_pipeline.records import RewardInput, ignore_progress, user_prompt
+from rlhf_pipeline.reward import HEAD, SETTINGS, TRUNK
 from rlhf_pipeline.reward.composite import CompositeReward, Term
 from rlhf_pipeline.specialising import (
     Asked,
@@ -193,6 +194,20 @@ def test_what_memory_does_not_suffice_for_is_refused_before_a_baseline_is_traine
     monkeypatch.setattr("rlhf_pipeline.ppo.plan.memory_found", lambda _: found)
     with pytest.raises(TrainingError, match="training needs about"):
         specialise(settings, tmp_path)
+
+
+def test_a_reward_model_that_reads_less_than_a_specialist_may_say_is_refused(
+    tmp_path: Path,
+) -> None:
+    taste = tmp_path / "taste"
+    for name in (TRUNK, HEAD):
+        (taste / name).mkdir(parents=True)
+    write_json(taste / SETTINGS, {"max_prompt_tokens": 4096, "max_completion_tokens": 3})
+    functions = {"taste": {"function": str(taste)}}
+    tree = {**SMALL, "specialists": {"reply": {"count": 32, "functions": functions}}}
+    with pytest.raises(TrainingError, match=r"specialists\.reply\.functions must read whole"):
+        specialise(load_settings("specialists", tree), tmp_path / "trained")
+    assert not (tmp_path / "trained").exists()
 
 
 def test_specialists_are_trained_in_a_folder_by_one_process_at_a_time(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from rlhf_pipeline.experiment.offline import offline
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.files import read_json, write_json
 from rlhf_pipeline.policy.adapters import unique_bytes
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.policy.tiny import build_tiny
@@ -45,7 +46,7 @@ from rlhf_pipeline.records import (
 )
 from rlhf_pipeline.registry.reasons import _tokens
 from rlhf_pipeline.registry.reproduce import newest_turn, recorded_turn
-from rlhf_pipeline.reward import FEWEST_MATCHED
+from rlhf_pipeline.reward import FEWEST_MATCHED, SETTINGS
 from rlhf_pipeline.reward.model import (
     Calibration,
     Limits,
@@ -259,6 +260,26 @@ def test_what_ppo_would_refuse_is_refused_before_reward_models_are_trained(
     with pytest.raises(PipelineError, match=message):
         stages.train_reward_models(replace(turn, settings=asked), ignore_progress, lambda: None)
     assert not (turn.work / "reward").exists()
+
+
+@pytest.mark.parametrize("setting", ["given", "functions"])
+def test_a_reward_model_that_reads_less_than_the_policy_may_say_is_refused_before_anything_trains(
+    turn: Turn, first_turn: FirstTurn, tmp_path: Path, setting: str
+) -> None:
+    given, most = tmp_path / "given", turn.settings.policy.max_completion_tokens
+    shutil.copytree(first_turn.work / "reward", given)
+    place = given / "gate" / SETTINGS
+    functions = {"taste": FunctionSettings(function=str(place.parent), weight=0.5)}
+    named = {"given": str(given), "functions": functions}
+    reward = turn.settings.reward.model_copy(update={setting: named[setting]})
+    asked = replace(turn, settings=turn.settings.model_copy(update={"reward": reward}))
+    stages.check_before_training(asked)
+    write_json(place, {**read_json(place), "max_completion_tokens": most - 1})
+    wanted = rf"reward\.{setting} must read whole .* and {most} tokens, found \d+ and {most - 1} of"
+    for stage in ("baseline", "reward", *(["ppo"] if setting == "functions" else [])):
+        with pytest.raises(TrainingError, match=wanted):
+            stages.STAGES[stage](asked, ignore_progress, lambda: None)
+    assert not asked.work.exists() or not list(asked.work.rglob("*.safetensors"))
 
 
 def test_many_votes_on_one_prompt_are_told_to_be_of_one(tmp_path: Path) -> None:

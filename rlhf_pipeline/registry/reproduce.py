@@ -86,15 +86,16 @@ def reproduce(
 
 
 def _without_what_is_never_asked(turn: stages.Turn) -> stages.Turn:
-    """Return the turn without the services that a reproduction never asks, so without their keys.
+    """Return the turn without the services and models that a reproduction never asks.
 
-    A stage looks for what later ones need: here none gives a verdict, and none follows version 0.
+    A stage looks for what later ones need, such as their keys: here none gives a verdict, and none
+    follows version 0.
     """
     settings = turn.settings
     evaluation = settings.evaluation.model_copy(update={"judge": None})
     reward = settings.reward
     if turn.champion is None:
-        reward = reward.model_copy(update={"functions": {}})
+        reward = reward.model_copy(update={"functions": {}, "given": None})
     changes = {"evaluation": evaluation, "reward": reward}
     return replace(turn, settings=settings.model_copy(update=changes))
 

@@ -24,6 +24,7 @@ from rlhf_pipeline.policy.adapters import base_digest
 from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.reasons import turn_of
 from rlhf_pipeline.registry.reproduce import Reproduction, recorded_turn, reproduce
+from rlhf_pipeline.reward import SETTINGS
 from tests.assets.world import FirstTurn, Loop
 
 
@@ -73,6 +74,10 @@ def test_a_reproduction_needs_no_key_of_what_it_never_asks(
     recipe = dict(version.lineage["recipe"])
     recipe["evaluation"] = {**recipe["evaluation"], "judge": judge}
     recipe["reward"] = {**recipe["reward"], "functions": {"mine": mine}}
+    if number == 0:  # the turn's reward stage refused it
+        short = {"max_prompt_tokens": 1, "max_completion_tokens": 1}
+        write_json(tmp_path / "short" / "proxy" / SETTINGS, short)
+        recipe["reward"]["given"] = str(tmp_path / "short")
     keyed = replace(version, lineage={**version.lineage, "recipe": recipe})
     settings = loop.pipeline.settings(first_turn.agent_id)
     ran: list[str] = []
