@@ -22,13 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rlhf_pipeline.errors import (
-    CheckpointDamaged,
-    ConfigError,
-    LogitsNotFinite,
-    ModelError,
-    TrainingError,
-)
+from rlhf_pipeline.errors import ConfigError, LogitsNotFinite, ModelError, TrainingError
 from rlhf_pipeline.files import remove_half_written
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy, switch_off_dropout
 from rlhf_pipeline.policy.sampling import state_width, trunk_of
@@ -46,7 +40,7 @@ from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import SEEDS, PpoSettings
 from rlhf_pipeline.ppo.state import Progressed, run_fingerprint
 from rlhf_pipeline.ppo.updating import Training, begin, checked_training, result_of, tell, update
-from rlhf_pipeline.ppo.watching import choose_update, reason_to_stop, updates_by_preference
+from rlhf_pipeline.ppo.watching import choose_update, chosen_checkpoint, reason_to_stop
 from rlhf_pipeline.records import (
     ChangingReward,
     Progress,
@@ -419,15 +413,7 @@ def _keep(
     """Save the agent's policy as it was at the update to keep, and its result."""
     training, now, folder = agent.training, agent.now, output_dir / agent.name
     settings = training.settings
-    kept = set(checkpoint.checkpoint_updates(checkpoints))
-    order = updates_by_preference(now.evaluations, settings)
-    chosen = next((update for update in order if update in kept), None)
-    if chosen is None:
-        raise CheckpointDamaged(
-            f"a checkpoint of an evaluated round is needed in {checkpoints}, found none; move "
-            "that folder away and train again"
-        )
-    saved = checkpoint.checkpoint_at(checkpoints, chosen)
+    saved = chosen_checkpoint(checkpoints, now, settings)
     prefix = f"{agent.name}/policy/"
     policy = {name: weight for name, weight in named.items() if name.startswith(prefix)}
     checkpoint.restore_parameters(policy, {name: saved.tensors["weights"][name] for name in policy})
@@ -435,7 +421,7 @@ def _keep(
     save_policy(Policy(learned.model, learned.tokenizer), folder / "policy")
     result = result_of(
         training,
-        chosen,
+        saved.update,
         policy=folder / "policy",
         value_init=value_init,
         stopped_because=reason_to_stop(now, settings) or "the other agents' rounds are over",

@@ -183,18 +183,25 @@ def load_chosen(
     root: Path, learner: Learner, now: Progressed, settings: PpoSettings
 ) -> tuple[int, Mapping[str, Any]]:
     """Put the chosen update's weights into the policy; return the update and its reward's state."""
-    kept = set(checkpoint.checkpoint_updates(root))
+    saved = chosen_checkpoint(root, now, settings)
     policy_weights = {n: p for n, p in learner.trainable().items() if n.startswith("policy/")}
+    checkpoint.restore_parameters(policy_weights, saved.tensors["policy"])
+    return saved.update, saved.state["progressed"].get("reward", {})
+
+
+def chosen_checkpoint(root: Path, now: Progressed, settings: PpoSettings) -> checkpoint.Checkpoint:
+    """Return the best update's checkpoint that is whole, with a warning for each passed over.
+
+    Raises CheckpointDamaged where there is none.
+    """
+    kept = set(checkpoint.checkpoint_updates(root))
     for update in updates_by_preference(now.evaluations, settings):
         if update not in kept:
             continue
         try:
-            saved = checkpoint.checkpoint_at(root, update)
+            return checkpoint.checkpoint_at(root, update)
         except CheckpointDamaged as error:
             warnings.warn(f"the best checkpoint cannot be taken: {error}", stacklevel=2)
-            continue
-        checkpoint.restore_parameters(policy_weights, saved.tensors["policy"])
-        return update, saved.state["progressed"].get("reward", {})
     raise CheckpointDamaged(
         f"a whole checkpoint of an evaluated update is needed in {root}, found none; "
         "move that folder away and train again"

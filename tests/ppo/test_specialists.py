@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,36 @@ def test_agents_that_are_interrupted_end_as_if_they_were_not(base: Path, tmp_pat
             output_dir=tmp_path / "whole",
             settings=settings,
         )
+
+
+def test_where_an_agents_best_checkpoint_is_damaged_its_next_best_comes_out(
+    base: Path, tmp_path: Path
+) -> None:
+    answers = iter([0.0, 0.0, 1.0, 0.5, 0.0])  # the probe, updates 0 to 2, the probe again
+
+    def peak(items: Sequence[RewardInput], /) -> list[float]:
+        return [next(answers)] * len(items)
+
+    def run() -> dict[str, TrainingResult]:
+        return train_specialists(
+            specialists={"peak": specialist(base, stopping=peak), "last": specialist(base)},
+            output_dir=tmp_path,
+            settings=replace(SETTINGS, evaluate_every=1),
+        )
+
+    assert {name: one.chosen_update for name, one in run().items()} == {"peak": 1, "last": 2}
+    last = weights_of(tmp_path / "last/policy")
+    for name in ("peak", "last"):
+        shutil.rmtree(tmp_path / name)
+    (tmp_path / "checkpoints/update-000001/weights.safetensors").write_bytes(b"")
+    with pytest.warns(UserWarning, match=r"best checkpoint cannot be .*000001"):
+        again = run()
+    assert {name: one.chosen_update for name, one in again.items()} == {"peak": 2, "last": 2}
+    saved = load_file(tmp_path / "checkpoints/update-000002/weights.safetensors")
+    for name, weight in weights_of(tmp_path / "peak/policy").items():
+        assert torch.equal(weight, saved[f"peak/policy/{name}"])
+    for name, weight in weights_of(tmp_path / "last/policy").items():
+        assert torch.equal(weight, last[name])
 
 
 def test_after_the_last_seed_comes_the_first(base: Path) -> None:
