@@ -62,10 +62,10 @@ class Row:
     result: TrainingResult
 
     @property
-    def explained_variance(self) -> float:
-        """Return the critic's, over the last quarter of the agent's updates."""
+    def explained_variance(self) -> float | None:
+        """Return the critic's, over the last quarter of the agent's updates; None without any."""
         told = [row["critic/explained_variance"] for row in self.result.history]
-        return statistics.fmean(told[-max(1, len(told) // 4) :])
+        return statistics.fmean(told[-max(1, len(told) // 4) :]) if told else None
 
 
 def specialise(
@@ -245,11 +245,14 @@ def as_markdown(rows: Sequence[Row]) -> str:
             both = (row.before, row.after)
             was, now = (f"{means[name]:.3f}" if name in means else "–" for means in both)
             lines.append(f"| {row.agent} | {name} | {was} | {now} |")
-    lines += ["", "| agent | kept update | KL | critic's explained variance |", "|---|---|---|---|"]
+    titles = ("agent", "kept update", "KL", "critic's explained variance", "ended because")
+    lines += ["", f"| {' | '.join(titles)} |", "|---|---|---|---|---|"]
     for row in rows:
         look = next(e for e in row.result.evaluations if e.update == row.result.chosen_update)
+        explained = "–" if row.explained_variance is None else f"{row.explained_variance:.2f}"
         lines.append(
-            f"| {row.agent} | {look.update} | {look.kl:.2f} | {row.explained_variance:.2f} |"
+            f"| {row.agent} | {look.update} | {look.kl:.2f} | {explained} | "
+            f"{row.result.stopped_because} |"
         )
     return "\n".join(lines) + "\n"
 

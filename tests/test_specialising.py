@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from rlhf_pipeline.reward import HEAD, SETTINGS, TRUNK
 from rlhf_pipeline.reward.composite import CompositeReward, Term
 from rlhf_pipeline.specialising import (
     Asked,
+    Row,
+    as_markdown,
     baseline_of,
     judge,
     prompts_of,
@@ -28,6 +31,7 @@ from rlhf_pipeline.specialising import (
     specialise,
 )
 from rlhf_pipeline.stages import policy_config
+from tests.ppo.test_reports import RESULT
 
 SMALL: dict[str, Any] = {
     "policy": {"tiny": {"layers": 1, "width": 32, "heads": 2, "vocabulary": 400}},
@@ -135,6 +139,16 @@ def test_what_a_function_could_not_judge_is_left_out_of_its_mean(
     asked = Asked([], [], [*map(user_prompt, ("a", "b", "c"))], {})
     means = judge(Path(), asked, CompositeReward({"o": Term(Sceptic())}), load_settings("tiny"))
     assert means == {"o": 3.0}
+
+
+def test_the_table_says_why_each_agent_ended_one_that_made_no_update_too() -> None:
+    ended = replace(RESULT, chosen_update=0, history=(), stopped_because="the loss is not finite")
+    trained = replace(ended, history=({"critic/explained_variance": 0.5},), stopped_because="done")
+    table = as_markdown([Row(name, {}, {}, one) for name, one in (("a", ended), ("b", trained))])
+    assert table.splitlines()[-2:] == [
+        "| a | 0 | 0.00 | – | the loss is not finite |",
+        "| b | 0 | 0.00 | 0.50 | done |",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ EOS_SHARE, EOS_LOSS = 0.1, 0.5  # of all completions, and of the first update's 
 REPETITION_GROWTH = 1.0  # twice the first update's, to at least 2 %
 SPREAD_SHARE = 0.1  # of the first update's deviation of scores
 CRITIC_PATIENCE = 5  # updates in a row with explained variance below 0
+NOT_FINITE = "not_finite"  # the one alarm that ends training
 GIVEN_BACK = 0.5  # of what the stopping score had gained
 NOISE = 0.2  # deviations of stopping scores: a mean over a hundred strays by half of that
 
@@ -80,7 +81,7 @@ def for_dpo(alarm: Alarm) -> Alarm:
 def not_finite(update: int, what: str) -> Alarm:
     """Return the alarm for a loss or gradient that is NaN or infinite."""
     return Alarm(
-        "not_finite",
+        NOT_FINITE,
         update,
         f"{what} is not finite",
         "Scores of a wild range, a learning rate that is too large, or bfloat16 overflow",

@@ -27,6 +27,7 @@ from rlhf_pipeline.files import remove_half_written
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy, switch_off_dropout
 from rlhf_pipeline.policy.sampling import state_width, trunk_of
 from rlhf_pipeline.ppo import checkpoint
+from rlhf_pipeline.ppo.alarms import NOT_FINITE
 from rlhf_pipeline.ppo.critic import SeparateCritic, fresh_head, load_reward_trunk
 from rlhf_pipeline.ppo.learner import (
     Learner,
@@ -40,7 +41,12 @@ from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import SEEDS, PpoSettings
 from rlhf_pipeline.ppo.state import Progressed, run_fingerprint
 from rlhf_pipeline.ppo.updating import Training, begin, checked_training, result_of, tell, update
-from rlhf_pipeline.ppo.watching import choose_update, chosen_checkpoint, reason_to_stop
+from rlhf_pipeline.ppo.watching import (
+    choose_update,
+    chosen_checkpoint,
+    raise_not_finite,
+    reason_to_stop,
+)
 from rlhf_pipeline.records import (
     ChangingReward,
     Progress,
@@ -99,12 +105,12 @@ def train_specialists(
     1. Load every model, check prompts and rewards.
     2. Go on from the last checkpoint, or look at the watch prompts and write checkpoint 0.
     3. Until all rounds are made: one PPO update of each agent in turn, then, every few rounds,
-       looks at the watch prompts and a checkpoint. An agent past max_kl, or out of patience,
-       waits; the others go on.
+       looks at the watch prompts and a checkpoint. An agent past max_kl, out of patience, or with
+       numbers that are not finite, of which no step is taken, waits; the others go on.
     4. Save each agent's chosen policy and its result.
 
     Raises ConfigError for settings that specialists cannot have, TrainingError and ModelError as
-    train_ppo does.
+    train_ppo does: for numbers that are not finite where they leave no agent anything usable.
     """
     _check(specialists, settings)
     torch.manual_seed(settings.seed)
@@ -162,6 +168,7 @@ def train_specialists(
         for agent in going:
             keep_going()
             _update(agent, report, looks=looks)
+        _check_usable(agents)
         stops = any(reason_to_stop(a.now, a.training.settings) is not None for a in going)
         if looks or stops or made % settings.checkpoint_every == 0:
             write(made)
@@ -391,14 +398,27 @@ def _update(agent: _Agent, report: Progress, *, looks: bool) -> None:
     def told(facts: Mapping[str, float | int | str]) -> None:
         report({"agent": agent.name, **facts})
 
+    number = agent.now.update + 1
     try:
         tell(agent.training, update(agent.training), told, looks=looks)
     except (NotFinite, LogitsNotFinite) as error:
-        what = "a logit of its policy" if isinstance(error, LogitsNotFinite) else error
+        raise_not_finite(agent.now, number, error, told)
+
+
+def _check_usable(agents: Sequence[_Agent]) -> None:
+    """Raise TrainingError where every agent's numbers were not finite before it was any better."""
+    found = [
+        f"{agent.name}: {alarm}"
+        for agent in agents
+        for alarm in agent.now.alarms
+        if alarm.name == NOT_FINITE
+        and choose_update(agent.now.evaluations, agent.training.settings) == 0
+    ]
+    if len(found) == len(agents):
         raise TrainingError(
-            f"the agents' training cannot go on: {agent.name} has {what} that is not finite after "
-            f"{agent.now.update} updates; lower the learning rates, or leave that agent out"
-        ) from error
+            f"training cannot go on: {' '.join(found)} Begin again with that in another "
+            "folder (`rlhf specialise --out`), or move this one away"
+        )
 
 
 def _keep(

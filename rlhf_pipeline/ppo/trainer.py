@@ -19,7 +19,6 @@ from rlhf_pipeline.files import remove_half_written
 from rlhf_pipeline.policy.adapters import SharedBase
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.ppo import checkpoint
-from rlhf_pipeline.ppo.alarms import not_finite
 from rlhf_pipeline.ppo.learner import build_learner, saved_model
 from rlhf_pipeline.ppo.optimising import NotFinite
 from rlhf_pipeline.ppo.plots import draw_plots
@@ -29,7 +28,13 @@ from rlhf_pipeline.ppo.rollout import RolloutEngine, sample_completions
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.ppo.state import restore_state, run_fingerprint, write_state
 from rlhf_pipeline.ppo.updating import begin, checked_training, result_of, tell, update
-from rlhf_pipeline.ppo.watching import choose_update, load_chosen, reason_to_stop, write_samples
+from rlhf_pipeline.ppo.watching import (
+    choose_update,
+    load_chosen,
+    raise_not_finite,
+    reason_to_stop,
+    write_samples,
+)
 from rlhf_pipeline.records import Progress, Prompt, RewardFunction, SimulatedUser, ignore_progress
 
 
@@ -156,12 +161,9 @@ def train_ppo(
             facts = update(training)
             tell(training, facts, report, looks=looks)
         except (NotFinite, LogitsNotFinite) as error:
-            of_logits = isinstance(error, LogitsNotFinite)
-            alarm = not_finite(number, "a logit of the policy" if of_logits else str(error))
-            now.alarms.append(alarm)
-            report({"update": alarm.update, "alarm": alarm.name, "found": alarm.found})
+            alarm = raise_not_finite(now, number, error, report)
             # Of the logits each process knows its own share's alone: they would part here.
-            parts = of_logits and team.size > 1
+            parts = isinstance(error, LogitsNotFinite) and team.size > 1
             if parts or now.update == 0 or choose_update(now.evaluations, settings) == 0:
                 raise TrainingError(f"training cannot go on: {alarm}") from error
             stopped_because = alarm.found

@@ -13,15 +13,24 @@ from typing import Any
 
 import torch
 
-from rlhf_pipeline.errors import CheckpointDamaged
+from rlhf_pipeline.errors import CheckpointDamaged, LogitsNotFinite
 from rlhf_pipeline.evaluation.metrics import repetition, repetition_change
 from rlhf_pipeline.files import write_text
 from rlhf_pipeline.ppo import checkpoint
-from rlhf_pipeline.ppo.alarms import find_alarms, for_dpo, over_optimisation, reward_saturation
+from rlhf_pipeline.ppo.alarms import (
+    NOT_FINITE,
+    Alarm,
+    find_alarms,
+    for_dpo,
+    not_finite,
+    over_optimisation,
+    reward_saturation,
+)
 from rlhf_pipeline.ppo.collecting import Task, play_episodes, sample_for, score_together
 from rlhf_pipeline.ppo.kl import estimate_kl
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.measuring import measure_together
+from rlhf_pipeline.ppo.optimising import NotFinite
 from rlhf_pipeline.ppo.result import Evaluation
 from rlhf_pipeline.ppo.rollout import ends_with_stop_token
 from rlhf_pipeline.ppo.settings import PpoSettings
@@ -160,6 +169,9 @@ def _is_beyond(look: Evaluation, before: Evaluation, settings: PpoSettings) -> b
 
 def reason_to_stop(now: Progressed, settings: PpoSettings) -> str | None:
     """Return why training ends here, or None where it goes on; a function of the history alone."""
+    for alarm in now.alarms:
+        if alarm.name == NOT_FINITE:
+            return alarm.found
     if settings.max_kl is not None:
         kls = [facts["rollout/kl_per_completion"] for facts in now.history[-ASTRAY:]]
         if len(kls) == ASTRAY and min(kls) > settings.max_kl:
@@ -229,6 +241,17 @@ def raise_alarms(now: Progressed, settings: PpoSettings, report: Progress) -> No
                     "remedy": alarm.remedy,
                 }
             )
+
+
+def raise_not_finite(
+    now: Progressed, update: int, error: NotFinite | LogitsNotFinite, report: Progress
+) -> Alarm:
+    """Keep, report and return the alarm for the update that ended with this error."""
+    of_logits = isinstance(error, LogitsNotFinite)
+    alarm = not_finite(update, "a logit of the policy" if of_logits else str(error))
+    now.alarms.append(alarm)
+    report({"update": alarm.update, "alarm": alarm.name, "found": alarm.found})
+    return alarm
 
 
 def as_rollouts(look: Evaluation) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.policy.sampling import output_head
 from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.ppo import updating
+from rlhf_pipeline.ppo.collecting import next_prompts
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.optimising import train_on
 from rlhf_pipeline.ppo.plan import (
@@ -36,7 +37,7 @@ from rlhf_pipeline.ppo.specialists import (
     critic_bytes,
     train_specialists,
 )
-from rlhf_pipeline.records import RewardInput
+from rlhf_pipeline.records import RewardInput, user_prompt
 from tests.ppo.test_learner import save_reward
 from tests.ppo.test_resume import Interrupted, assert_same_run, without_clocks
 from tests.ppo.world import (
@@ -277,19 +278,96 @@ def test_agents_are_checked_before_they_train(
         train_specialists(specialists=two(base), output_dir=tmp_path, settings=SETTINGS)
 
 
+def loud(items: Sequence[RewardInput], /) -> list[float]:
+    """Score so high that the value loss is infinite."""
+    return [1e30] * len(items)
+
+
+def test_an_agent_whose_numbers_are_not_finite_waits_and_moves_nothing(
+    base: Path, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, score_normalisation="none")
+    good = specialist(base, stopping=lower_share)
+    told: list[Mapping[str, Any]] = []
+    both = train_specialists(
+        specialists={"loud": specialist(base, reward=loud), "good": good},
+        output_dir=tmp_path / "both",
+        settings=settings,
+        report=told.append,
+    )
+    alone = train_specialists(
+        specialists={"good": good},
+        output_dir=tmp_path / "alone",
+        settings=replace(settings, seed=settings.seed + 1),  # as the second of two
+    )
+    waited = both["loud"]
+    assert waited.stopped_because == "the loss or its gradient is not finite"
+    assert [(alarm.name, alarm.update) for alarm in waited.alarms] == [("not_finite", 1)]
+    alarmed = next(one for one in told if "alarm" in one)
+    assert (alarmed["agent"], alarmed["alarm"]) == ("loud", "not_finite")
+    assert (waited.chosen_update, waited.history) == (0, ())
+    begun = weights_of(base)
+    for name, weight in weights_of(tmp_path / "both/loud/policy").items():
+        assert torch.equal(weight, begun[name])
+    assert_same_run(
+        (both["good"], tmp_path / "both/good"), (alone["good"], tmp_path / "alone/good")
+    )
+    file = "checkpoints/update-000002/weights.safetensors"
+    ours, theirs = (load_file(tmp_path / folder / file) for folder in ("both", "alone"))
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())  # the trunk too
+
+
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_names_its_agent(base: Path, tmp_path: Path) -> None:
-    agents = {"good": specialist(base), "loud": specialist(base, reward=lambda i: [1e30] * len(i))}
-    with pytest.raises(TrainingError, match="loud has the loss or its gradient"):
-        train_specialists(
-            specialists=agents,
-            output_dir=tmp_path,
-            settings=replace(SETTINGS, score_normalisation="none"),
+def test_a_run_goes_on_as_if_uninterrupted_after_an_agents_numbers_were_not_finite(
+    base: Path, tmp_path: Path
+) -> None:
+    settings = replace(
+        SETTINGS, updates=3, evaluate_every=1, checkpoint_every=1, score_normalisation="none"
+    )
+    prompts = [user_prompt(f"say {i}") for i in range(2 * settings.rollouts_per_update)]
+    of_loud = replace(settings, seed=settings.seed + 1)  # the second agent's
+    members = next_prompts(settings.rollouts_per_update, of_loud, len(prompts))
+    in_second = [prompts[i] for i in members]
+
+    def loud_once(items: Sequence[RewardInput], /) -> list[float]:
+        return [1e30 if item.prompt in in_second else len(item.completion) / 10 for item in items]
+
+    def run(folder: str, **options: Any) -> dict[str, TrainingResult]:
+        agents = {
+            "tale": specialist(base, reward=two_pieces(), stopping=lower_share),
+            "loud": specialist(base, reward=loud_once, prompts=prompts),
+        }
+        return train_specialists(
+            specialists=agents, output_dir=tmp_path / folder, settings=settings, **options
         )
 
+    whole = run("whole")
+    for written in (1, 2):
+
+        def stop(written: int = written) -> None:
+            if (tmp_path / f"cut/checkpoints/update-{written:06d}").exists():
+                raise Interrupted
+
+        with pytest.raises(Interrupted):
+            run("cut", keep_going=stop)
+    cut = run("cut")
+    assert (whole["tale"].training_steps, whole["loud"].chosen_update) == (12, 1)
+    assert [alarm.update for alarm in cut["loud"].alarms if alarm.name == "not_finite"] == [2]
+    for name in ("tale", "loud"):
+        assert_same_run(
+            (whole[name], tmp_path / "whole" / name), (cut[name], tmp_path / "cut" / name)
+        )
+    for part in ("weights", "optimizer", "random"):
+        file = f"checkpoints/update-000003/{part}.safetensors"
+        ours, theirs = (load_file(tmp_path / folder / file) for folder in ("cut", "whole"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        assert all(bool(tensor.isfinite().all()) for tensor in ours.values())
+    assert run("whole") == whole
+
 
 @pytest.mark.slow
-def test_logits_that_are_not_finite_name_their_agent(
+def test_an_agent_whose_logits_are_not_finite_waits(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[Learner] = []
@@ -297,15 +375,31 @@ def test_logits_that_are_not_finite_name_their_agent(
     def ruinous(learner: Learner, *rest: Any) -> dict[str, float]:
         facts = train_on(learner, *rest)
         trained.append(learner)
-        if len(trained) == 2:
+        if len(trained) == 4:
             with torch.no_grad():
                 output_head(learner.policy.model).weight.fill_(torch.nan)
         return facts
 
     monkeypatch.setattr(updating, "train_on", ruinous)
-    settings = replace(SETTINGS, evaluate_every=1)
-    with pytest.raises(TrainingError, match=r"terse has a logit of its policy .* after 1 updates"):
-        train_specialists(specialists=two(base), output_dir=tmp_path, settings=settings)
+    settings = replace(SETTINGS, updates=3, evaluate_every=1)
+    found = train_specialists(specialists=two(base), output_dir=tmp_path, settings=settings)
+    assert found["terse"].stopped_because == "a logit of the policy is not finite"
+    assert [one.update for one in found["terse"].alarms if one.name == "not_finite"] == [2]
+    assert found["terse"].chosen_update == 1
+    assert found["tale"].stopped_because == "all updates are made"
+    for name in found:
+        weights = weights_of(tmp_path / name / "policy")
+        assert all(bool(weight.isfinite().all()) for weight in weights.values())
+
+
+def test_training_ends_where_no_agent_has_anything_usable(base: Path, tmp_path: Path) -> None:
+    for _ in range(2):  # called again it says the same
+        with pytest.raises(TrainingError, match=r"loud: not_finite at update 1: the loss .* --out"):
+            train_specialists(
+                specialists={"loud": specialist(base, reward=loud)},
+                output_dir=tmp_path,
+                settings=replace(SETTINGS, score_normalisation="none"),
+            )
 
 
 def _copies(weights: dict[str, Any]) -> dict[str, torch.Tensor]:
