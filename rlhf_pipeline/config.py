@@ -1065,6 +1065,16 @@ class Settings(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _specialists_have_folders_of_their_own(self) -> Settings:
+        for name in self.specialists:
+            if name.casefold() in ("sft", "checkpoints"):
+                raise ValueError(
+                    "a specialist's name is its folder, beside the baseline's, sft, and "
+                    f"checkpoints: needed another than these, found {name!r}; rename it"
+                )
+        return self
+
     @property
     def resolved_database_url(self) -> str:
         """Return the database's URL, the embedded one where none is set.

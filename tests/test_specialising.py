@@ -165,6 +165,13 @@ def test_a_specialist_that_cannot_be_is_refused(specialist: dict[str, Any], mess
         load_settings("tiny", {"specialists": {"a": specialist}})
 
 
+@pytest.mark.parametrize("name", ["sft", "checkpoints", "SFT"])
+def test_a_specialist_cannot_have_the_folder_of_the_baseline_or_the_checkpoints(name: str) -> None:
+    specialists = {"a": {"functions": {"length": 1}}, name: {"functions": {"length": 1}}}
+    with pytest.raises(ConfigError, match=rf"needed another than these, found '{name}'; rename it"):
+        load_settings("tiny", {"specialists": specialists})
+
+
 def test_prompts_that_are_not_there_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
