@@ -50,6 +50,7 @@ def plan(
         probe,
         rehearse,
     )
+    from rlhf_pipeline.ppo.specialists import check_settings
     from rlhf_pipeline.stages import named_models, next_policy, policy_config, reward_models_of
 
     here = workspace()
@@ -59,6 +60,9 @@ def plan(
         champion, baseline = here.ledger.champion(agent), here.ledger.baseline(agent)
     default = here.settings if agent is None else here.settings_of(agent)
     settings = default if name is None else here.load(name)
+    specialises = agent is None and bool(settings.specialists)
+    if specialises:
+        check_settings(settings.ppo)
     if settings.ppo.estimator == "dpo":
         raise ConfigError(
             "a plan is for training that samples: needed ppo.estimator gae or rloo, found dpo; "
@@ -73,8 +77,7 @@ def plan(
             f"{agent}'s next turn under recipe {settings.recipe}: version {champion.version}, its "
             f"champion, is the policy; version {baseline.version} is the reference"
         )
-    others = max(0, len(settings.specialists) - 1) if agent is None else 0
-    if others:
+    if specialises:
         each = [one.functions for one in settings.specialists.values()]
         named = [one for f in each for one in named_models(f, settings.policy.device)]
         rewards = replace(NO_MODELS, beside=tuple(named))
@@ -84,7 +87,8 @@ def plan(
     found = memory_found(settings.ppo.device)
     if timed and made.fits(found):
         made = rehearse(config, made)
-    if others:
+    if specialises:
+        others = len(settings.specialists) - 1
         typer.echo(f"as `rlhf specialise` trains it, around one critic with {others} others")
         made = beside_others(made, others)
     _print_plan(made, found)

@@ -289,13 +289,15 @@ def what_fits(
     rewards: RewardModels = REWARDS,
     *,
     shares_reference: bool = True,
+    specialises: bool = False,
 ) -> dict[str, Any] | None:
     """Return the settings to change, mildest first, so that the peak is at most `room` bytes.
 
-    Empty where nothing need change; None where nothing here makes it fit.
+    Only such as specialists can have where it `specialises`. Empty where nothing need change; None
+    where nothing here makes it fit.
     """
     changes: dict[str, Any] = {}
-    for change in [{}, *_milder(settings)]:
+    for change in [{}, *_milder(settings, specialises=specialises)]:
         changes |= change
         tried = replace(settings, **changes)
         made = make_plan(config, tried, rewards, shares_reference=shares_reference)
@@ -322,7 +324,14 @@ def check_fits(
     if plan.fits(found):
         return plan
     most = int(SHARE_USED * found) - plan.parts.get(OTHERS, 0)
-    changes = what_fits(config, settings, most, rewards, shares_reference=shares_reference)
+    changes = what_fits(
+        config,
+        settings,
+        most,
+        rewards,
+        shares_reference=shares_reference,
+        specialises=OTHERS in plan.parts,
+    )
     advice = "no setting makes this model fit here: take a smaller base or a larger machine"
     if changes:
         advice = "these would fit: " + ", ".join(
@@ -714,8 +723,11 @@ def _cache_bytes(cache: DynamicCache, settings: PpoSettings) -> int:
     return room * each_token
 
 
-def _milder(settings: PpoSettings) -> Iterator[dict[str, Any]]:
-    """Yield changes that lower the peak, those that change no result first."""
+def _milder(settings: PpoSettings, *, specialises: bool) -> Iterator[dict[str, Any]]:
+    """Yield changes that lower the peak, those that change no result first.
+
+    Specialists have a separate critic, and no adapters.
+    """
     longest = settings.max_prompt_tokens + settings.max_completion_tokens
     # Beyond what there is to run, these change nothing.
     tokens = min(settings.tokens_per_microbatch, _trained_on(settings) * longest)
@@ -725,9 +737,9 @@ def _milder(settings: PpoSettings) -> Iterator[dict[str, Any]]:
         yield {"tokens_per_microbatch": tokens, "completions_at_once": at_once}
     if not settings.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
-    if settings.has_critic and settings.critic == "separate":
+    if settings.has_critic and settings.critic == "separate" and not specialises:
         yield {"critic": "shared"}
-    if not settings.lora_rank:
+    if not settings.lora_rank and not specialises:
         yield {"lora_rank": 16}
     if settings.precision == "float32":
         yield {"precision": "bfloat16"}

@@ -313,6 +313,17 @@ def test_the_command_counts_the_reward_models_that_specialists_name(
     assert float(found[1]) == pytest.approx(held, abs=0.06)
 
 
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_the_command_refuses_what_specialists_cannot_have(names: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    each = ", ".join(f"{name}: {{functions: {{length: 1}}}}" for name in names)
+    recipe.write_text(f"policy: {{base: tiny}}\nppo: {{critic: shared}}\nspecialists: {{{each}}}\n")
+    words = ["--state", str(tmp_path), "plan", str(recipe), "--no-time"]
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 1, told.output
+    assert "need ppo.critic separate, found shared" in told.output
+
+
 @pytest.mark.slow
 def test_the_command_plans_what_an_agents_next_turn_trains(base: Path, tmp_path: Path) -> None:
     """With adapters a champion that was trained whole no longer shares its base with version 0."""

@@ -189,6 +189,17 @@ def test_a_plan_counts_what_all_of_them_hold(base: Path, shares_critic: bool) ->
         check_fits(read_config(base), SETTINGS, NO_MODELS, made=plan, room=alone.peak)
 
 
+def test_no_setting_is_advised_that_specialists_cannot_have(base: Path) -> None:
+    smallest = replace(
+        SETTINGS, tokens_per_microbatch=36, completions_at_once=1, gradient_checkpointing=True
+    )
+    alone = make_plan(read_config(base), smallest, NO_MODELS)
+    room = alone.peak  # with the share that may be used, a tenth too small
+    for made, advice in ((alone, "ppo.critic shared"), (beside_others(alone, 0), "no setting")):
+        with pytest.raises(TrainingError, match=advice):
+            check_fits(read_config(base), smallest, NO_MODELS, made=made, room=room)
+
+
 @pytest.mark.parametrize("shares_critic", [True, False])
 def test_agents_start_their_critics_from_a_reward_model(
     base: Path, tmp_path: Path, shares_critic: bool
