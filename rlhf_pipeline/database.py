@@ -143,7 +143,7 @@ interactions = sa.Table(
 )
 
 WITHDRAWN = "withdrawn:"  # how the keys of rows begin that only take an earlier vote back
-RETIRED = "retired:"  # and those of votes taken back whose rows came in again under the same keys
+RETIRED = "retired:"  # and those of votes whose own keys are other rows' now, or free for them
 FROM_MLFLOW = sa.text("origin = 'mlflow'")
 """Said of feedback; written out, as an index of some rows is used where its condition is."""
 

@@ -1567,9 +1567,16 @@ def test_an_experiment_promotes_nobody_once_promotion_is_automatic_no_more(ticks
     store.set_agent("shop", automatic_promotion=False)
     said = ticks.tick("live_experiments").skip_message
     assert said == "shop: stopped: automatic promotion is off, so a person decides"
+    book.start("shop", champion=0, challenger=1, share=0.5, actor="ann")
+    meet(store, book.all_running()[0], range(1200), likes=(0.50, 0.85))
+    said = ticks.tick("live_experiments").skip_message or ""
+    assert said.startswith("shop: stopped: version 1 of agent shop needs")  # of its files is none
     store.set_agent("shop", automatic_promotion=None)
     book.start("shop", champion=0, challenger=1, share=0.5, actor="promotion")
     meet(store, book.all_running()[0], range(1200), likes=(0.50, 0.85))
+    weights = ticks.state / "1" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"weights")
     assert ticks.tick("live_experiments").skip_message == "shop: champion moved from 0 to 1"
     assert ledger.history("shop")[-1].version == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterable
 from datetime import timedelta
@@ -28,7 +29,10 @@ SETTINGS = ExperimentSettings(minutes_per_step=0, ramp=(0.1, 0.5), users_per_ste
 
 
 def ledger_of_two(store: FeedbackStore, root: Path) -> PromotionLedger:
-    """Return a ledger whose champion is version 0, with version 1 let through by the gate."""
+    """Return a ledger whose champion is version 0, with version 1 let through by the gate.
+
+    Of version 1 the file that is to be there holds `weights`; of neither is it there.
+    """
     store.ensure_agent(AGENT)
     ledger = PromotionLedger(store.database, root)
     files = {"model.safetensors": "00"}
@@ -37,7 +41,7 @@ def ledger_of_two(store: FeedbackStore, root: Path) -> PromotionLedger:
         AGENT,
         label="v1",
         path=root / "1",
-        files={"model.safetensors": "01"},
+        files={"model.safetensors": hashlib.sha256(b"weights").hexdigest()},
         lineage={},
         gate={"passed": True, "results": []},
         fingerprint="print",
