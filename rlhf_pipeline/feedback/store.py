@@ -207,13 +207,14 @@ class FeedbackStore:
             moments = dict.fromkeys(("occurred_at", "received_at", "erased_at"), at)
             rows, again, freed, keys = [], [], [], set(keys)
             for some in db.chunks(sorted(keys)):
-                query = sa.select(*replaced).where(
+                query = sa.select(e.feedback_id, *replaced).where(
                     e.agent_id == agent_id, e.idempotency_key.in_(some)
                 )
-                for row in connection.execute(query):
+                gone = connection.execute(query).all()
+                for row in gone:
                     new = {"feedback_id": uuid7(), "idempotency_key": f"{db.WITHDRAWN}{uuid7()}"}
                     rows.append({**row._mapping, **blank, **moments, **new})
-                before, in_file = _said_before(connection, agent_id, some, keys)
+                before, in_file = _said_before(connection, [row.feedback_id for row in gone], keys)
                 again += before
                 freed += in_file
             if rows:
@@ -725,20 +726,20 @@ def _retire(connection: sa.Connection, feedback_ids: Sequence[str]) -> None:
 
 
 def _said_before(
-    connection: sa.Connection, agent_id: str, some: Sequence[str], keys: Collection[str]
+    connection: sa.Connection, feedback_ids: Sequence[str], keys: Collection[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return what the voters of the votes under some of the keys had said of the same before.
+    """Return what the voters of these votes, which have the keys, had said of the same before.
 
     The newest that was not taken back, now or before, and whose words nobody erased. And the ids of
     what the same file had said before: that goes with the file.
     """
-    f, e = db.feedback.c, db.effective_feedback.c
+    f, gone = db.feedback.c, db.feedback.alias("gone")
     query = (
-        sa.select(*(column for column in f if column.name != "seq"), e.origin.label("came_with"))
-        .join(db.effective_feedback, sa.and_(*_same(e), f.seq < e.seq))
+        sa.select(*(column for column in f if column.name != "seq"))
+        .add_columns(gone.c.origin.label("came_with"))
+        .join(gone, sa.and_(*_same(gone.c), f.seq < gone.c.seq))
         .where(
-            e.agent_id == agent_id,
-            e.idempotency_key.in_(some),
+            gone.c.feedback_id.in_(feedback_ids),
             f.erased_at.is_(None),
             ~f.idempotency_key.startswith(db.RETIRED),
             ~_following().startswith(db.WITHDRAWN),
