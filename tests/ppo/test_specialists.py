@@ -81,6 +81,18 @@ def two(base: Path) -> dict[str, Specialist]:
     }
 
 
+def assert_same_checkpoint(folder: Path, update: int) -> list[dict[str, torch.Tensor]]:
+    """Compare an update's checkpoint of the runs `cut` and `whole`; return its parts' tensors."""
+    parts = []
+    for part in ("weights", "optimizer", "random"):
+        file = f"checkpoints/update-{update:06}/{part}.safetensors"
+        ours, theirs = (load_file(folder / run / file) for run in ("cut", "whole"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        parts.append(ours)
+    return parts
+
+
 def test_one_agent_is_trained_as_train_ppo_does(base: Path, tmp_path: Path) -> None:
     alone = train(base, tmp_path / "ppo", SETTINGS, stopping=lower_share)
     found = train_specialists(
@@ -117,11 +129,7 @@ def test_agents_that_are_interrupted_end_as_if_they_were_not(base: Path, tmp_pat
         assert_same_run(
             (whole[name], tmp_path / "whole" / name), (cut[name], tmp_path / "cut" / name)
         )
-    for part in ("weights", "optimizer", "random"):
-        file = f"checkpoints/update-000002/{part}.safetensors"
-        ours, theirs = (load_file(tmp_path / folder / file) for folder in ("cut", "whole"))
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert_same_checkpoint(tmp_path, 2)
     weights = load_file(tmp_path / "whole/checkpoints/update-000002/weights.safetensors")
     assert {n.split("base_model")[0] for n in weights if "base_model" in n} == {"critic/"}
     kept = weights_of(tmp_path / "whole/tale/policy"), weights_of(tmp_path / "whole/terse/policy")
@@ -368,12 +376,8 @@ def test_a_run_goes_on_as_if_uninterrupted_after_an_agents_numbers_were_not_fini
         assert_same_run(
             (whole[name], tmp_path / "whole" / name), (cut[name], tmp_path / "cut" / name)
         )
-    for part in ("weights", "optimizer", "random"):
-        file = f"checkpoints/update-000003/{part}.safetensors"
-        ours, theirs = (load_file(tmp_path / folder / file) for folder in ("cut", "whole"))
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-        assert all(bool(tensor.isfinite().all()) for tensor in ours.values())
+    for tensors in assert_same_checkpoint(tmp_path, 3):
+        assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
     assert run("whole") == whole
 
 
