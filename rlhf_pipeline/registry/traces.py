@@ -43,7 +43,7 @@ IN_TURN = 500  # and so many of all of them, further at each look
 PAGE = 100  # traces a call
 INTERACTION = "rlhf.interaction_id"  # a trace's tag
 SHOWN = 1000  # characters of a preview
-NOBODY = ("", "User", "default")  # whom MLflow's page and its calls name where nobody signed
+NOBODY = ("User", "default")  # whom MLflow's page and its calls name where nobody signed
 SOURCES: dict[str, Source] = {"HUMAN": "human", "LLM_JUDGE": "model", "CODE": "code"}
 YES = ("up", "yes", "true", "good", "pass")
 NO = ("down", "no", "false", "bad", "fail")
@@ -211,12 +211,12 @@ def event_of(
     if source is None:
         refuse(Rule.unknown_source, f"a source out of {', '.join(SOURCES)}", assessment.source)
     person = assessment.source.source_id
-    is_somebody = bool(person) and (person not in NOBODY or source != "human")
+    is_unsigned = not person or (source == "human" and person in NOBODY)
     return Feedback(
         agent_id=agent_id,
         kind=kind,
         idempotency_key=_key(assessment, changed),
-        rater_id=hash_rater(agent_id, person) if is_somebody else None,
+        rater_id=None if is_unsigned else hash_rater(agent_id, person),
         source=source,
         origin="mlflow",
         occurred_at=_moment(changed),

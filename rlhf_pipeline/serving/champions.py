@@ -146,9 +146,7 @@ class Champions:
         For one that is unfit the baseline answers, which is easily better or worse than it.
         """
         answers = self._seats.get((agent_id, "champion"))
-        if answers is not None and (
-            _version_of(answers) != champion or not isinstance(answers, Seat)
-        ):
+        if isinstance(answers, _Unfit) or (answers and answers.version.version != champion):
             return False
         seat = self._seats.get((agent_id, "challenger"))
         if seat is not None and _version_of(seat) == challenger:
