@@ -207,11 +207,25 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             claim = self.claims.claim(
                 agent_id, mark, watermark, holder=holder, asked_by=asked_by, again=again
             )
+            self._refuse_if_taken_back(claim)
             if not again:
                 self._refuse_if_overtaken(claim)
         except ClaimRefused as error:
             raise dg.Failure(str(error), allow_retries=False) from error
         return claim
+
+    def _refuse_if_taken_back(self, claim: Claim) -> None:
+        """Let the claim go and raise ClaimRefused where votes of it were taken back since.
+
+        A run may wait in the queue meanwhile, and what is left may be too little for a turn.
+        """
+        if self.store.withdrawn_from(claim.agent_id, claim.watermark):
+            self.claims.let_go(claim.token)
+            raise ClaimRefused(
+                f"votes of agent {claim.agent_id!r} were taken back while this run waited, and it "
+                f"was to take those up to {claim.watermark}; nothing else is lost: the next turn "
+                "takes what is left and what is new"
+            )
 
     def _refuse_if_overtaken(self, claim: Claim) -> None:
         """Let the claim go and raise ClaimRefused where votes newer than its own were trained on.
@@ -405,6 +419,12 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         gate = version.gate or {}
         if pauses := [r["words"] for r in gate["results"] if r["verdict"] == "pause"]:
             return f"version {version.version} passed; {'; '.join(pauses)}, so a person decides"
+        if self.store.withdrawn_from(turn.agent_id, turn.watermark):
+            # The votes that it was judged by may be among them.
+            return (
+                f"version {version.version} passed, but votes that it learned from were taken back "
+                "since, so a person decides"
+            )
         if not self.promotes_by_itself(turn.agent_id, turn.settings):
             return (
                 f"version {version.version} passed and waits for a person: "

@@ -47,6 +47,7 @@ from rlhf_pipeline.experiment.sequences import Sample
 from rlhf_pipeline.feedback import formats
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.inbox import Refused, keep_refused, stamp_of
+from rlhf_pipeline.feedback.snapshot import newest_seq
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.records import as_messages, hash_rater, user_prompt
@@ -1703,8 +1704,11 @@ def test_a_file_that_was_read_by_wrong_names_is_taken_back(rlhf: Run, tmp_path: 
     assert rlhf(*back, "pairs.jsonl", "--yes").stdout == "votes of agent tea taken back: 3\n"
     assert cells(rlhf("status").stdout)["votes"].startswith("1")
     rlhf("ingest", pairs, "--agent", "tea")  # as it was read before
+    book = ClaimBook(Workspace().database)
+    book.claim("tea", "f", newest_seq(book.database, "tea"), holder="run", asked_by="sensor")
     assert cells(rlhf("status").stdout)["votes"].startswith("4")
-    rlhf(*back, "pairs.jsonl", "--yes")
+    told = rlhf(*back, "pairs.jsonl", "--yes").stdout
+    assert "the turn at work learns from them: its version waits for a person" in told
     rlhf("ingest", pairs, "--agent", "tea", "--map", "rater=who")
     assert cells(rlhf("status").stdout)["votes"].startswith("4")
     out = tmp_path / "out.jsonl"

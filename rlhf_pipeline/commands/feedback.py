@@ -26,6 +26,7 @@ from rlhf_pipeline.commands.common import (
     workspace,
 )
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.feedback.claims import ClaimBook
 
 SHOWN = ("origin", "line", "rule", "detail", "raw", "feedback_id")
 LONGEST_SHOWN = 200  # characters of a row that a terminal shows; --json has what is kept
@@ -325,6 +326,9 @@ def withdraw(
     typer.echo(f"votes of agent {agent} taken back: {gone.votes:,}")
     if gone.again:
         typer.echo(f"votes that those had replaced, and that count again: {gone.again:,}")
+    claim = ClaimBook(here.database).held(agent)
+    if claim is not None and here.store.withdrawn_from(agent, claim.watermark):
+        typer.echo("the turn at work learns from them: its version waits for a person")
 
 
 def quarantine(

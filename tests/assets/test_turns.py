@@ -508,6 +508,18 @@ def test_a_run_that_waited_takes_back_no_newer_votes_that_were_trained_on_meanwh
     assert waited().success
 
 
+def test_a_run_that_waited_learns_from_no_votes_that_were_taken_back_meanwhile(loop: Loop) -> None:
+    agent, store = loop.agent("mistaken"), loop.pipeline.store
+    chat(store, agent, 30)
+    asked = {"watermark": snapshot.newest_seq(loop.pipeline.database, agent)}
+    [origin] = store.origins(agent)
+    assert store.withdraw(agent, store.keys_from(agent, origin)).votes
+    for more in ({}, {"again": True}):
+        result = loop.run("retrain", agent, snapshot={**asked, **more}, only=[SNAPSHOT])
+        assert "were taken back while this run waited" in failures(result)
+    assert loop.pipeline.claims.history(agent) == []  # it counts as no attempt
+
+
 def test_a_snapshot_takes_out_the_phone_numbers_of_the_agents_own_regions(loop: Loop) -> None:
     agent = loop.agent("dutch", feedback={"phone_regions": ["NL"]})
     about: dict[str, Any] = {

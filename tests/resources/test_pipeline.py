@@ -593,6 +593,26 @@ def test_no_failed_run_goes_on_with_votes_that_were_taken_back(
     assert pipeline.claims.held("a") is None
 
 
+def test_what_learned_from_votes_that_were_taken_back_meanwhile_waits_for_a_person(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    """Where chosen and rejected are swapped, the same file's pairs judge its candidate."""
+    votes = tmp_path / "votes.jsonl"
+    vote = {"kind": "thumbs", "prompt": "Why?", "completion": "Because.", "value": "up"}
+    write_text(votes, json.dumps({**vote, "rater": "ann"}))
+    ingest(pipeline.store, votes, "a")
+    turn = judged(pipeline, tmp_path, PASSED)
+    pipeline.store.set_agent("a", automatic_promotion=True)
+    assert pipeline.store.withdraw("a", pipeline.store.keys_from("a", "votes.jsonl")) == (1, 0)
+    assert pipeline.promote_if_due(turn) == (
+        "version 1 passed, but votes that it learned from were taken back since, so a person "
+        "decides"
+    )
+    champion = pipeline.ledger.champion("a")
+    assert champion is not None
+    assert champion.version == 0
+
+
 def test_promoting_needs_a_champion_to_replace(pipeline: Pipeline, tmp_path: Path) -> None:
     pipeline.store.ensure_agent("a")
     claim = pipeline.claims.claim("a", "f" * 64, 1, holder="run", asked_by="person")
