@@ -156,11 +156,12 @@ class RewardModel(nn.Module):
         reads: Reads,
         likelihood: bool,
         pad_id: int,
-        base: str | None = None,
-        adapters: str | None = None,
+        base: str | None,
+        adapters: str | None,
         combined: Combined = ONE_HEAD,
     ) -> None:
         super().__init__()
+        switch_off_dropout(trunk)
         self.trunk = trunk  # with its output layer where `likelihood`
         self.head = head
         self.encoder = encoder
@@ -346,19 +347,18 @@ def new_reward_model(
             inner = trunk_of(trunk) if likelihood else trunk
             alpha = ALPHA_PER_RANK * lora_rank
             add_adapters(inner, OWN, rank=lora_rank, alpha=alpha, seed=seed)
-    model = _assemble(
+    model = RewardModel(
         trunk,
         head,
-        encoder,
-        reads,
-        likelihood,
-        tokenizer,
-        device,
+        encoder=encoder,
+        reads=reads,
+        likelihood=likelihood,
+        pad_id=int(tokenizer.pad_token_id),
         base=str(base) if on_base else None,
         adapters=OWN if on_base and lora_rank else None,
     )
     model.source = None if on_base else str(base)
-    return model, tokenizer
+    return model.to(choose_device(device)).eval(), tokenizer
 
 
 def save_reward_model(
@@ -467,20 +467,19 @@ def load_reward_model(
             load_adapters(inner, name, root / TRUNK)
         for weight in adapter_weights(inner, name).values():
             weight.requires_grad_(False)
-    model = _assemble(
+    model = RewardModel(
         trunk,
         head,
-        encoder,
-        reads,
-        likelihood,
-        tokenizer,
-        device,
+        encoder=encoder,
+        reads=reads,
+        likelihood=likelihood,
+        pad_id=int(tokenizer.pad_token_id),
         base=None if facts is None else str(facts["path"]),
         adapters=name,
         combined=combined,
     )
-    if criteria is not None:
-        model.criteria = criteria.to(model.head.weight.device).eval()
+    model.criteria = criteria
+    model = model.to(choose_device(device)).eval()
     return LearnedReward(model, tokenizer, limits, calibration, version)
 
 
@@ -617,34 +616,6 @@ def autocast(device: torch.device) -> AbstractContextManager[Any]:
     if device.type == "cuda":
         return torch.autocast("cuda", dtype=torch.bfloat16)
     return nullcontext()
-
-
-def _assemble(
-    trunk: Any,
-    head: nn.Linear,
-    encoder: bool,
-    reads: Reads,
-    likelihood: bool,
-    tokenizer: PreTrainedTokenizerBase,
-    device: str,
-    *,
-    base: str | None = None,
-    adapters: str | None = None,
-    combined: Combined = ONE_HEAD,
-) -> RewardModel:
-    switch_off_dropout(trunk)
-    model = RewardModel(
-        trunk,
-        head,
-        encoder=encoder,
-        reads=reads,
-        likelihood=likelihood,
-        pad_id=int(tokenizer.pad_token_id),
-        base=base,
-        adapters=adapters,
-        combined=combined,
-    )
-    return model.to(choose_device(device)).eval()
 
 
 def _read_base(
