@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.commands.common import UNFIT, lines_there
+from rlhf_pipeline.commands.common import UNFIT, lines_there, numbered_lines, prompt_in
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.records import Progress, Prompt, as_messages, user_prompt
 
@@ -28,31 +28,16 @@ def read_prompts(path: Path) -> list[Prompt]:
 
     Blank lines are left out. Raises ConfigError where there is no such file or a line is no prompt.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # U+2028 is within a text
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"a UTF-8 file of prompts is needed at {path}, found none ({error}); check the path"
-        ) from error
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            is_json = path.suffix.lower() in (".jsonl", ".ndjson")
-            prompts.append(_prompt_of(line, path, number) if is_json else user_prompt(line.strip()))
-    if not prompts:
-        raise ConfigError(f"needed prompts in {path}, one a line, found none; write some")
-    return prompts
+    is_json = path.suffix.lower() in (".jsonl", ".ndjson")
+    return [
+        _prompt_of(line, path, number) if is_json else user_prompt(line.strip())
+        for number, line in numbered_lines(path, "prompts", "prompts")
+    ]
 
 
 def _prompt_of(line: str, path: Path, number: int) -> Prompt:
-    from rlhf_pipeline.feedback.formats import messages_of
-
     try:
-        values = json.loads(line)
-        name = "messages" if values.get("prompt") is None else "prompt"  # pandas writes nulls
-        prompt = messages_of(values[name], name)
-        for message in prompt:
-            message.content.encode()  # half a sign cannot be written
+        prompt = prompt_in(json.loads(line))
     except UNFIT as error:
         raise ConfigError(
             f'{path}:{number} needs {{"prompt": text or messages}}, found {line[:60]!r}; mend it'

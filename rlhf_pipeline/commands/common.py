@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.database import Database
     from rlhf_pipeline.feedback.claims import ClaimBook
     from rlhf_pipeline.feedback.store import FeedbackStore
+    from rlhf_pipeline.records import Prompt
     from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
     from rlhf_pipeline.registry.models import ModelRegistry
 
@@ -58,6 +59,35 @@ VersionArgument = Annotated[
         help="A number, champion, challenger, previous, baseline, or models:/rlhf-AGENT/3.",
     ),
 ]
+
+
+def numbered_lines(path: Path, of: str, wanted: str) -> list[tuple[int, str]]:
+    """Return a text file's lines that are not blank, with their numbers from 1.
+
+    `of` says what the file is of, `wanted` what a line is. Raises ConfigError where there is no
+    such file or no such line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # U+2028 is within a text
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"a UTF-8 file of {of} is needed at {path}, found none ({error}); check the path"
+        ) from error
+    found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigError(f"needed {wanted} in {path}, one a line, found none; write some")
+    return found
+
+
+def prompt_in(values: Mapping[str, Any]) -> Prompt:
+    """Return the prompt of a line's object, by `prompt` or `messages`; raises UNFIT for none."""
+    from rlhf_pipeline.feedback.formats import messages_of
+
+    name = "messages" if values.get("prompt") is None else "prompt"  # pandas writes nulls
+    prompt = messages_of(values[name], name)
+    for message in prompt:
+        message.content.encode()  # half a sign, as of an emoji cut in two, cannot be written
+    return prompt
 
 
 def lines_there(

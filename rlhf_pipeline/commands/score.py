@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_pipeline.commands.common import UNFIT, lines_there, progress
+from rlhf_pipeline.commands.common import UNFIT, lines_there, numbered_lines, progress, prompt_in
 from rlhf_pipeline.config import reward_functions
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.records import (
@@ -155,29 +155,18 @@ def read_items(path: Path) -> list[RewardInput]:
 
     Raises ConfigError where there is no such file or a line is not one.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"a UTF-8 file of JSON lines is needed at {path}, found none ({error}); check the path"
-        ) from error
-    items = [_item(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
-    if not items:
-        raise ConfigError(f"needed completions in {path}, one a line, found none; write some")
-    return items
+    lines = numbered_lines(path, "JSON lines", "completions")
+    return [_item(line, path, number) for number, line in lines]
 
 
 def _item(line: str, path: Path, number: int) -> RewardInput:
-    from rlhf_pipeline.feedback.formats import messages_of
-
     try:
         values = json.loads(line)
-        name = "messages" if values.get("prompt") is None else "prompt"  # pandas writes nulls
-        prompt, completion = messages_of(values[name], name), values["completion"]
+        prompt, completion = prompt_in(values), values["completion"]
         references = values.get("references") or []
         texts = [completion, *references]
-        for text in (*texts, *(message.content for message in prompt)):
-            text.encode()  # half a sign, as of an emoji that was cut in two, cannot be written
+        for text in texts:
+            text.encode()  # as prompt_in does
     except UNFIT as error:
         raise _no_item(line, path, number) from error
     if not isinstance(references, list) or not all(isinstance(text, str) for text in texts):
