@@ -338,13 +338,10 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     judging = settings.reward.weights if every else {}
     matches = judging_votes(test, held_out, judging)
     check_judge(test, matches, held_out, judging)
-    centre_on = _baseline_completions(
-        turn, baseline, training_prompts(turn)[:CENTRING_PROMPTS], report
-    )
-    usual: dict[str, list[str]] = {}
-    if matches is not None:
-        said_there = _baseline_completions(turn, baseline, matches.asked, report)
-        usual = by_prompt((one.prompt, one.completion) for one in said_there)
+    centring = training_prompts(turn)[:CENTRING_PROMPTS]
+    asked_there = [] if matches is None else matches.asked
+    centre_on, said_there = _baseline_completions(turn, baseline, (centring, asked_there), report)
+    usual = by_prompt((one.prompt, one.completion) for one in said_there)
     reports: dict[str, Any] = {}
     for job in JOBS:
         keep_going()
@@ -1036,23 +1033,27 @@ def training_prompts(turn: Turn) -> list[Prompt]:
 
 
 def _baseline_completions(
-    turn: Turn, baseline: Path, prompts: Sequence[Prompt], report: Progress
-) -> list[RewardInput]:
+    turn: Turn, baseline: Path, asked: Iterable[Sequence[Prompt]], report: Progress
+) -> list[list[RewardInput]]:
+    """Return what the baseline, loaded once, says to each of several lists of prompts."""
     from rlhf_pipeline.policy.loading import load_policy
     from rlhf_pipeline.policy.sampling import complete
 
     settings = turn.settings.policy
     policy: Policy = load_policy(baseline, device=settings.device, dtype=settings.frozen_dtype)
-    completions = complete(
-        policy,
-        prompts,
-        max_completion_tokens=settings.max_completion_tokens,
-        max_prompt_tokens=settings.max_prompt_tokens,
-        temperature=settings.temperature,
-        seed=turn.settings.training.seed,
-        report=report,
-    )
-    return [RewardInput(p, c.text) for p, c in zip(prompts, completions, strict=True)]
+    said = []
+    for prompts in asked:
+        completions = complete(
+            policy,
+            prompts,
+            max_completion_tokens=settings.max_completion_tokens,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            temperature=settings.temperature,
+            seed=turn.settings.training.seed,
+            report=report,
+        )
+        said.append([RewardInput(p, c.text) for p, c in zip(prompts, completions, strict=True)])
+    return said
 
 
 def _votes_for_proxy(settings: Settings) -> Callable[[str], bool]:

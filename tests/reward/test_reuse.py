@@ -201,7 +201,7 @@ def test_of_other_settings_no_earlier_models_are_taken(
         return SimpleNamespace(path=given[3])
 
     monkeypatch.setattr("rlhf_pipeline.reward.training.train_reward_model", made)
-    monkeypatch.setattr(stages, "_baseline_completions", lambda *_: [])
+    monkeypatch.setattr(stages, "_baseline_completions", lambda *_: ([], []))
     data = tmp_path / "data" / "first"
     pairs = [replace(p, voter=f"v{i}") for i, p in enumerate(planted.train[:40])]
     pairs += [replace(p, split="evaluation") for p in planted.test[:2]]
