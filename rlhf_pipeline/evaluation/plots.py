@@ -10,6 +10,12 @@ from rlhf_pipeline.evaluation.report import EvaluationReport
 COLOURS = {"candidate": "#1b7837", "baseline": "#999999", "champion": "#2166ac"}
 
 
+def pictures_in(work: Path) -> list[Path]:
+    """Return the pictures of a turn's comparison, and over-optimisation in its training."""
+    drawn = sorted((work / "evaluation").glob("*.png"))
+    return [*drawn, *sorted((work / "ppo").rglob("over_optimisation.png"))]
+
+
 def write_plots(report: EvaluationReport, directory: Path) -> list[Path]:
     """Write score_distributions.png and win_rates.png into `directory`; return their paths."""
     from matplotlib.figure import Figure

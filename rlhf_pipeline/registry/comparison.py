@@ -25,12 +25,6 @@ def report_in(work: Path) -> EvaluationReport | None:
     return EvaluationReport.from_json(read_json(outcome)["result"]["report"])
 
 
-def pictures_of(version: ModelVersion) -> list[Path]:
-    """Return the pictures of its comparison, and over-optimisation in its training."""
-    drawn = sorted((version.work / "evaluation").glob("*.png"))
-    return [*drawn, *sorted((version.work / "ppo").rglob("over_optimisation.png"))]
-
-
 def by_place(versions: Sequence[ModelVersion]) -> dict[str, ModelVersion]:
     """Return an agent's versions, given oldest first, by the places that a lineage names."""
     return {_place(version.path): version for version in versions}

@@ -20,7 +20,8 @@ from rlhf_pipeline.errors import PipelineError, RegistryError
 from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.evaluation.page import STYLE as REPORT
 from rlhf_pipeline.evaluation.page import body
-from rlhf_pipeline.registry.comparison import by_place, compared_with, comparison_of, pictures_of
+from rlhf_pipeline.evaluation.plots import pictures_in
+from rlhf_pipeline.registry.comparison import by_place, compared_with, comparison_of
 from rlhf_pipeline.serving.access import right_in, sign, unsign
 from rlhf_pipeline.serving.pages.data_page import form, form_of
 from rlhf_pipeline.serving.pages.parts import (
@@ -156,7 +157,7 @@ def _candidate(registry: ModelRegistry, version: ModelVersion, secret: bytes) ->
             told + "<p>Its comparison is not there: it had none, or its turn's folder is gone.</p>"
         )
     decision = GateDecision.from_json(version.gate) if version.gate is not None else None
-    return told + body(report, decision, pictures_of(version))
+    return told + body(report, decision, pictures_in(version.work))
 
 
 def _refused(words: str) -> str:
