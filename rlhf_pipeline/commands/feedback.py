@@ -231,10 +231,8 @@ def _print_summary(summary: IngestSummary, agent_id: str, lacks: str | None) -> 
     table.add_column("rows", justify="right")
     table.add_column("why")
     table.add_row("read", f"{summary.read:,}", f"{summary.counted_files}, {summary.seconds:.1f} s")
-    table.add_row("stored", f"{summary.stored:,}", "")
-    table.add_row("already known", f"{summary.known:,}", "the same row was there before")
-    if summary.erased:
-        table.add_row("erased before", f"{summary.erased:,}", "an erasure took it: it stays out")
+    for name, rows, why in summary.taken:
+        table.add_row(name, f"{rows:,}", why)
     table.add_row("quarantined", f"{sum(summary.quarantined.values()):,}", "", end_section=True)
     for rule, rows in summary.quarantined.items():
         table.add_row(rule, f"{rows:,}", MEANINGS.get(Rule(rule), ""))

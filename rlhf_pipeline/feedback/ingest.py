@@ -50,6 +50,17 @@ class IngestSummary:
         return "1 file" if self.files == 1 else f"{self.files} files"
 
     @property
+    def taken(self) -> list[tuple[str, int, str]]:
+        """Return what became of rows that are not set aside: in a word, how many, and why."""
+        rows = [
+            ("stored", self.stored, ""),
+            ("already known", self.known, "the same row was there before"),
+        ]
+        if self.erased:
+            rows.append(("erased before", self.erased, "an erasure took it: it stays out"))
+        return rows
+
+    @property
     def remarks(self) -> list[str]:
         """Return what the numbers do not say: whose votes nobody signed, or that no row was there.
 

@@ -151,17 +151,11 @@ def _taken(
 
 
 def _told(found: IngestSummary, agent_id: str) -> str:
-    rows = [
-        ("read", found.read, ""),
-        ("stored", found.stored, ""),
-        ("already known", found.known, "the same row was there before"),
-    ]
-    if found.erased:
-        rows.append(("erased before", found.erased, "an erasure took it: it stays out"))
-    rows += [
+    aside = [
         (rule, n, f"{MEANINGS.get(Rule(rule), '')}; the first: {found.examples[rule]}")
         for rule, n in found.quarantined.items()
     ]
+    rows = [("read", found.read, ""), *found.taken, *aside]
     words = f'<h2 id="taken">Taken in for {inert(agent_id)}</h2>'
     said = "".join(f"<p>{inert(remark)}</p>" for remark in found.remarks)
     return words + table(("", "rows", "why"), rows) + said
