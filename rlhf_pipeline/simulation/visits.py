@@ -197,10 +197,7 @@ def earlier_trial(
     """
     rng = random.Random(f"trial {seed}")
     plan = kinds_of_a_day(votes, PAIR_SHARE, rng)
-    asked: list[tuple[Person, Question]] = []
-    for kind in plan:
-        visit = (rng.choice(people), ask(rng))
-        asked += [visit, visit] if kind is FeedbackKind.preference else [visit]
+    asked = _asked(plan, people, rng)
     texts = answer([question.prompt for _, question in asked])
     answers = [
         _heard(agent_id, person, question, uuid7(), text)
@@ -315,13 +312,21 @@ def _talk(
     heard: list[Interaction],
 ) -> list[Feedback]:
     """Let people ask, and return what they say of the answers; those are added to `heard`."""
+    asked = _asked(plan, people, rng)
+    answers = service.chat(asked, rng.randrange(2**31))
+    heard += answers
+    return _said(plan, asked, answers, rng)
+
+
+def _asked(
+    plan: Sequence[FeedbackKind], people: Sequence[Person], rng: random.Random
+) -> list[tuple[Person, Question]]:
+    """Return who asks what, so that the plan's votes can be given; a preference needs two."""
     asked: list[tuple[Person, Question]] = []
     for kind in plan:
         visit = (rng.choice(people), ask(rng))
         asked += [visit, visit] if kind is FeedbackKind.preference else [visit]
-    answers = service.chat(asked, rng.randrange(2**31))
-    heard += answers
-    return _said(plan, asked, answers, rng)
+    return asked
 
 
 def _said(
