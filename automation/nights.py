@@ -105,7 +105,7 @@ class Wanted:
     out: Path | None = None  # where the report goes; None: the state folder
 
 
-def simulate_nights(settings: Settings, wanted: Wanted, say: Callable[[str], None] = print) -> bool:
+def simulate_nights(settings: Settings, wanted: Wanted, say: Callable[[str], None]) -> bool:
     """Play the nights and write the report; return whether every promise was kept.
 
     Goes on where an earlier call for the same was ended. Raises PipelineError where a process ends

@@ -187,7 +187,7 @@ def score_all(
     out: Path,
     *,
     report: Progress,
-    critic: TrainedCritic | None = None,
+    critic: TrainedCritic | None,
 ) -> int:
     """Append a line per item that has none in `out` yet; return how many were there before.
 

@@ -109,12 +109,12 @@ def _jackknife(value: float, without_each: Floats, n: int) -> Number:
     return Number(value, value - reach, value + reach, n)
 
 
-def repetition(text: str, n: int = 4) -> float:
-    """Return the share of a text's n-grams that it had said before, in [0, 1]; 0 if too short.
+def repetition(text: str) -> float:
+    """Return the share of a text's 4-grams that it had said before, in [0, 1]; 0 if too short.
 
     Source: seq-rep-n, Welleck et al., arXiv:1908.04319 (n = 4).
     """
-    grams = ngrams(words(text), n)
+    grams = ngrams(words(text), 4)
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -359,7 +359,7 @@ def bootstrap_statistic(
     n: int,
     samples: int,
     seed: int,
-    groups: Groups | None = None,
+    groups: Groups | None,
 ) -> Number:
     """Return statistic(weights) on all n and its interval over resampled weights (B, n).
 

@@ -174,7 +174,7 @@ def _without_marks(cell: str) -> str:
     return WITHIN.sub(lambda found: found[1] + found[2].removeprefix("'"), cell[1:])
 
 
-def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[TableRow]:
+def csv_rows(path: Path, position: Position, named: Named) -> Iterator[TableRow]:
     """Yield every row that says something; empty cells are left out, and a database's NULL.
 
     `named` says by which names the columns are read. Cells are split at commas, semicolons or tabs,
@@ -196,7 +196,7 @@ def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[Ta
     position.bytes_read = position.bytes_total
 
 
-def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[TableRow]:
+def sheet_rows(path: Path, position: Position, named: Named) -> Iterator[TableRow]:
     """Yield every row of a workbook's first sheet that says something, by its number.
 
     A hidden sheet is the first only where all are. `named` is as in `csv_rows`. Formulas give what

@@ -100,7 +100,7 @@ def shares_base(policy_dir: str | Path, reference_dir: str | Path, rank: int) ->
     )
 
 
-def bare_base(folder: str | Path, *, device: str = "auto", dtype: str = "float32") -> SharedBase:
+def bare_base(folder: str | Path, *, device: str, dtype: str) -> SharedBase:
     """Return a base without a policy's adapters, for reward models to read with."""
     policy = load_policy(folder, device=device, dtype=dtype)
     policy.model.requires_grad_(False)

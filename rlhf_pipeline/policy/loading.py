@@ -236,7 +236,7 @@ def check_sha256(source: str | Path, expected: Mapping[str, str]) -> None:
         )
 
 
-def choose_device(device: str = "auto") -> torch.device:
+def choose_device(device: str) -> torch.device:
     """Return the torch device; "auto" is the first GPU, or the CPU where there is none.
 
     Of several processes that were launched together each has a GPU of its own. Raises ConfigError

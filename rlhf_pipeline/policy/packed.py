@@ -161,9 +161,7 @@ def whole_tiles(count: int, device: torch.device, tile: int = TILE) -> int:
     return -(-count // tile) * tile if compiles else count
 
 
-def rectangle_hidden(
-    trunk: nn.Module, ids: Tensor, *, read_from: int = 0, as_on: str | None = None
-) -> Tensor:
+def rectangle_hidden(trunk: nn.Module, ids: Tensor, *, read_from: int, as_on: str) -> Tensor:
     """Return the last hidden states (B * S, H) of sequences of one length, ids (B, S), row by row.
 
     It is `packed_hidden` where nothing is looked at but shapes, so a plan can run it on tensors

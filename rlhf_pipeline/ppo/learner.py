@@ -432,7 +432,7 @@ def build_critic(
     value_init: Path | None,
     settings: PpoSettings,
     generator: torch.Generator,
-    base: SharedBase | None = None,
+    base: SharedBase | None,
 ) -> Critic | None:
     """Return the critic of the settings, or None where the estimator needs none.
 

@@ -286,10 +286,10 @@ def what_fits(
     config: Any,
     settings: PpoSettings,
     room: int,
-    rewards: RewardModels = REWARDS,
+    rewards: RewardModels,
     *,
-    shares_reference: bool = True,
-    specialises: bool = False,
+    shares_reference: bool,
+    specialises: bool,
 ) -> dict[str, Any] | None:
     """Return the settings to change, mildest first, so that the peak is at most `room` bytes.
 
@@ -404,7 +404,7 @@ def _settled_memory() -> int:
     return resident_memory()[0]
 
 
-def probe(config: Any, settings: PpoSettings, rewards: RewardModels = REWARDS) -> Seconds:
+def probe(config: Any, settings: PpoSettings, rewards: RewardModels) -> Seconds:
     """Return what an update takes, from a micro-run with random weights: some seconds of work.
 
     Decoding is timed over some tokens, training over one microbatch, and both are scaled to a whole

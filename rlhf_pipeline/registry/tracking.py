@@ -224,9 +224,7 @@ def is_missing(error: Exception) -> bool:
 class TrackedRun:
     """One MLflow run that takes parameters, metrics per step, plots, files and data inputs."""
 
-    def __init__(
-        self, client: Any, run_id: str, *, resumed: bool, logged: Collection[str] = ()
-    ) -> None:
+    def __init__(self, client: Any, run_id: str, *, resumed: bool, logged: Collection[str]) -> None:
         self.client = client
         self.run_id = run_id
         self.resumed = resumed
@@ -282,7 +280,7 @@ class TrackedRun:
             entities = [RunTag(key, as_tag(value)) for key, value in tags.items()]
             self.client.log_batch(self.run_id, tags=entities, synchronous=True)
 
-    def log_file(self, path: Path, folder: str = "") -> None:
+    def log_file(self, path: Path, folder: str) -> None:
         """Keep a copy of a file, e.g. a plot, with the run."""
         need_right_to_write()
         with mlflow_refusals(f"keeping {path.name} with run {self.run_id}"):

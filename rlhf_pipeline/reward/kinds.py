@@ -296,7 +296,7 @@ class Likelihoods(nn.Module):
         likelihood, careless, voter = (torch.cat(some) for some in zip(*parts, strict=True))
         return likelihood, careless, voter
 
-    def loss(self, scores: Tensor, features: Tensor, *, mixed: bool = True) -> Tensor:
+    def loss(self, scores: Tensor, features: Tensor, *, mixed: bool) -> Tensor:
         """Return minus the log-likelihood, with the priors; not mixed: as if all had looked."""
         likelihood, careless, voter = self.said(scores, features)
         if mixed:
@@ -603,8 +603,8 @@ def fit_best(
     kinds: Mapping[str, float],
     *,
     groups: Sequence[str],
-    likelihoods: int = 0,
-    gold: Mapping[str, Tally] | None = None,
+    likelihoods: int,
+    gold: Mapping[str, Tally] | None,
 ) -> Fitted:
     """Return the fit under the ridge that finds likeliest what was said on a fifth of the prompts.
 

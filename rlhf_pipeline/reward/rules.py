@@ -42,7 +42,7 @@ def distinct_share(text: str, n: int) -> float:
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
-def length_fit(text: str, shortest: int = SHORTEST, longest: int = LONGEST) -> float:
+def length_fit(text: str, shortest: int, longest: int) -> float:
     """Return 1 within the window of words, and less the further outside: words per bound.
 
     n words of n < shortest have n / shortest; of n > longest have longest / n.

@@ -389,10 +389,10 @@ def check_pairs(
     centre_on: Sequence[RewardInput],
     min_pairs: int,
     *,
-    examples: Sequence[RewardExample] = (),
-    matches: Matches | None = None,
-    test_examples: Sequence[RewardExample] = (),
-    kinds: Mapping[str, float] | None = None,
+    examples: Sequence[RewardExample],
+    matches: Matches | None,
+    test_examples: Sequence[RewardExample],
+    kinds: Mapping[str, float] | None,
 ) -> None:
     """Raise NotEnoughData or TrainingError unless a reward can be learnt and judged from these.
 

@@ -37,12 +37,12 @@ class Verdicts(Generic[V]):
         allowed: Sequence[V],
         shown: str,
         remedy: str,
-        structured: bool = True,
-        key_variable: str | None = None,
-        timeout_seconds: float = 60.0,
-        attempts: int = 3,
+        structured: bool,
+        key_variable: str | None,
+        timeout_seconds: float,
+        attempts: int,
         allow_plain_http: bool = False,
-        cache: Path | None = None,
+        cache: Path | None,
     ) -> None:
         """Check the address; ask nothing yet.
 

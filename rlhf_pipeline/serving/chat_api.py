@@ -619,7 +619,7 @@ def _json(value: Any) -> bytes:
 
 
 def _error(
-    status: int, message: str, *, param: str | None = None, code: str | None = None
+    status: int, message: str, *, param: str | None = None, code: str | None
 ) -> JSONResponse:
     headers = {429: {"retry-after": "1"}, 503: {"retry-after": "5"}}.get(status)
     return JSONResponse(for_openai(status, message, param, code), status, headers=headers)
