@@ -442,19 +442,17 @@ def outcome(policies: Policies, agent_id: str, run_id: str) -> Answer:
         for v in policies.ledger.versions(agent_id)
         if v.lineage.get("token") in tokens and "training" in v.lineage
     ]
-    if state == "failed" or not versions or claim is None:
+    if state == "failed" or not versions:
         why = policies.runs.why(run_id) if state == "failed" else "it left no version"
         return UPSTREAM_FAILED, {"error": f"training failed: {why}", "runId": run_id}
     version = versions[-1]
-    verdicts = policies.claims.verdicts_before(claim)
-    turn = policies.settings.turn_folder(agent_id, claim.fingerprint, verdicts)
     reached = version.lineage["training"]
     return 200, {
         "status": "trained",
         "policyId": _policy_id(version),
         "version": version.label,
         "modelPath": str(version.path),
-        "rewardModelPath": str(turn / "reward" / "proxy"),
+        "rewardModelPath": str(version.work / "reward" / "proxy"),
         "feedbackCount": version.lineage.get("votes", 0),
         "trainingSteps": reached["updates"],
         "rewardMean": reached["reward_mean"],

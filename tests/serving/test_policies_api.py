@@ -174,7 +174,7 @@ class Service:
         ledger.add_version(
             agent_id,
             label="v12",
-            path=where / folder,
+            path=where / folder / "ppo" / "policy",
             files={"model.safetensors": "1" * 64},
             lineage={**lineage, "training": training},
             gate={"passed": False, "results": []},
@@ -439,14 +439,13 @@ def test_who_waits_is_told_what_was_trained(
     told = service.train(agent_id, "?wait=true")
     service.dagster.on_status = lambda run_id: None
     assert told.status_code == 200, told.text
-    mark = claims.history(agent_id)[-1].fingerprint[:16]
     state = service.policies.settings.state_dir
     assert told.json() == {
         "status": "trained",
         "policyId": "waits:1",
         "version": "v12",
-        "modelPath": str(state / "m1"),
-        "rewardModelPath": str(state / "agents" / "waits" / "turns" / mark / "reward" / "proxy"),
+        "modelPath": str(state / "m1" / "ppo" / "policy"),
+        "rewardModelPath": str(state / "m1" / "reward" / "proxy"),
         "feedbackCount": 12,
         "trainingSteps": 7,
         "rewardMean": 0.5,
