@@ -166,10 +166,8 @@ class FeedbackStore:
         """
         ticket = VoteTicket(events)
         self.commit([ticket])
-        if ticket.error is not None:
-            raise ticket.error
         stored = []
-        for event, outcome in zip(events, ticket.outcomes, strict=True):
+        for event, outcome in zip(events, ticket.told(), strict=True):
             if isinstance(outcome, Stored):
                 stored.append(outcome)
             elif on_refused is None:
@@ -232,8 +230,7 @@ class FeedbackStore:
         """
         ticket = Ticket[Interaction, None](interactions)
         self._answers.commit([ticket])
-        if ticket.error is not None:
-            raise ticket.error
+        ticket.told()
 
     def _add_answers(self, interactions: Sequence[Interaction]) -> list[None]:
         told: dict[str, Interaction] = {}

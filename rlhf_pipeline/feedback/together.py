@@ -26,6 +26,12 @@ class Ticket(Generic[Item, Outcome]):
     error: BaseException | None = None  # none of the items is stored
     done: bool = False
 
+    def told(self) -> list[Outcome]:
+        """Return each item's outcome, in order; raises what kept all of them from the store."""
+        if self.error is not None:
+            raise self.error
+        return self.outcomes
+
 
 class GroupCommit(Generic[Item, Outcome]):
     """Commits what callers bring, one commit after the other, each for all who wait by then."""

@@ -152,9 +152,7 @@ class Inbox:
         if self._emptying is None:
             self._emptying = asyncio.create_task(self._empty())
         await done
-        if ticket.error is not None:
-            raise ticket.error
-        return ticket.outcomes
+        return ticket.told()
 
     async def _empty(self) -> None:
         while self._waiting:
