@@ -86,7 +86,7 @@ class CheckResult:
         """What stops the turn, and what to do about it; None where this check does not."""
         if self.passed or not self.blocking:
             return None
-        if self.name == "enough_rows_are_clean":
+        if "clean_rows" in self.numbers:
             found, needed = self.numbers["clean_rows"], self.numbers["min_rows"]
             return (
                 f"needed {needed:.0f} votes that keep every rule, found {found:.0f}; collect more, "
@@ -112,11 +112,6 @@ class ValidationReport:
     checks: list[CheckResult]
     origins: list[str]  # of the quarantined rows, in their order
     agents: list[str]
-
-    @property
-    def blocked(self) -> list[CheckResult]:
-        """The checks that failed and block."""
-        return [check for check in self.checks if check.blocking and not check.passed]
 
     def quarantine_rows(self) -> list[QuarantinedRow]:
         """Return what the store's quarantine takes."""
