@@ -22,6 +22,7 @@ from rlhf_pipeline.reward.heads import fit_heads, parts_of
 from rlhf_pipeline.reward.kinds import (
     check_finite,
     criteria_weights,
+    fifth_of,
     fit,
     fit_best,
     fit_parts_of_kinds,
@@ -199,7 +200,7 @@ def fit_head(
     differences = (features[: len(pairs)] - features[len(pairs) :]) / deviation
     targets = torch.tensor(pairs.targets, dtype=torch.float64)
     counts = torch.ones_like(targets) if weights is None else weights
-    kept_out = torch.tensor([int(group[:8], 16) % 5 == 0 for group in groups])
+    kept_out = torch.tensor(fifth_of(groups))
     decided = kept_out & (targets == 1)
     ridge = RIDGES[len(RIDGES) // 2]
     if decided.any() and not kept_out.all():
@@ -240,7 +241,7 @@ def fit_parts(
     chosen, rejected = ((features - features.mean(0)) / deviation).tensor_split([len(pairs)])
     targets = torch.tensor(pairs.targets, dtype=torch.float64)
     counts = torch.ones_like(targets) if weights is None else weights
-    kept_out = torch.tensor([int(group[:8], 16) % 5 == 0 for group in groups])
+    kept_out = torch.tensor(fifth_of(groups))
     part = torch.tensor(parts)
     found, _ = fit_heads(chosen, rejected, targets, counts, part, kept_out, model.combined)
     check_finite(found)

@@ -597,6 +597,11 @@ def fit_parts_of_kinds(
     return heads.detach() * slope / fitted.deviation
 
 
+def fifth_of(groups: Sequence[str]) -> list[bool]:
+    """Say which a ridge is chosen by: a fifth of the groups, digests of conversations."""
+    return [int(group[:8], 16) % 5 == 0 for group in groups]
+
+
 def fit_best(
     features: Tensor,
     opinions: Opinions,
@@ -606,11 +611,11 @@ def fit_best(
     likelihoods: int,
     gold: Mapping[str, Tally] | None,
 ) -> Fitted:
-    """Return the fit under the ridge that finds likeliest what was said on a fifth of the prompts.
+    """Return the fit under the ridge that finds likeliest what was said in a fifth of the groups.
 
-    `groups` is a hex digest of each text's prompt; the fit itself is of everything.
+    `groups` are `fifth_of`'s; the fit itself is of everything.
     """
-    held = [int(group[:8], 16) % 5 == 0 for group in groups]
+    held = fifth_of(groups)
     known, kept_out = part(opinions, [not one for one in held]), part(opinions, held)
     ridge = RIDGES[len(RIDGES) // 2]
     if known.count and kept_out.count:
