@@ -22,7 +22,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -70,7 +70,7 @@ def export(
         raise FeedbackError(
             f"needed {what} of agent {agent_id!r} to write, found none; send feedback first"
         )
-    rows = _with_first(first, rows)
+    rows = chain([first], rows)
     if out == STDOUT:
         return _write_lines(codecs.getwriter("utf-8")(sys.stdout.buffer), rows)
     if out.suffix == ".jsonl":
@@ -206,11 +206,6 @@ def _lines_of(out: Path) -> Iterator[TextIO]:
         aside.open("w", encoding="utf-8", newline="") as file,
     ):
         yield file
-
-
-def _with_first(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    yield first
-    yield from rest
 
 
 def _write_lines(file: Any, rows: Iterator[Mapping[str, Any]]) -> int:
