@@ -758,6 +758,7 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         judge_by_group,
         judge_by_voted_groups,
     )
+    from rlhf_pipeline.evaluation.page import body
     from rlhf_pipeline.evaluation.page import page as page_of
     from rlhf_pipeline.evaluation.plots import pictures_in, write_plots
     from rlhf_pipeline.reward.named import needs_references
@@ -815,7 +816,7 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
     drawn = write_plots(comparison, turn.work / "evaluation")
     title = f"{turn.agent_id}: candidate from snapshot {turn.fingerprint[:16]}"
     page = turn.work / PAGE
-    write_text(page, page_of(title, comparison, decision, pictures_in(turn.work)))
+    write_text(page, page_of(title, body(comparison, decision, pictures_in(turn.work))))
     return {
         "report": comparison.to_json(),
         "page": str(page),

@@ -180,6 +180,7 @@ def offline(
     """
     from rich.table import Table
 
+    from rlhf_pipeline.evaluation.page import body
     from rlhf_pipeline.evaluation.page import page as page_of
     from rlhf_pipeline.experiment.offline import offline as compared
     from rlhf_pipeline.files import write_text
@@ -202,7 +203,8 @@ def offline(
     if page is not None:
         title = f"{agent}: version {found.second} beside version {found.first}"
         words = [found.words, found.basis, *found.warnings]
-        write_text(page, page_of(title, found.report, None, [], words=words, names=found.names))
+        inner = body(found.report, None, [], words=words, names=found.names)
+        write_text(page, page_of(title, inner))
     if as_json:
         typer.echo(json.dumps(found.to_json(), ensure_ascii=False, indent=2))
         return

@@ -43,20 +43,8 @@ img{filter:invert(.93) hue-rotate(180deg)}
 PLAIN: Mapping[str, str] = {}  # systems and metrics under the report's own names
 
 
-def page(
-    title: str,
-    report: EvaluationReport,
-    decision: GateDecision | None,
-    pictures: Sequence[Path],
-    *,
-    words: Sequence[str] = (),
-    names: Mapping[str, str] = PLAIN,
-) -> str:
-    """Return the page: its title, and the body below it; PNG files among `pictures` are put in.
-
-    Without a decision nothing is said of the gate. For `words` and `names` see `body`.
-    """
-    inner = body(report, decision, pictures, words=words, names=names)
+def page(title: str, inner: str) -> str:
+    """Return the page: its title, and a `body` below it."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -76,6 +64,7 @@ def body(
 ) -> str:
     """Return verdict, rules, numbers, phrases, groups, behaviour, pictures, samples, as HTML.
 
+    Without a decision nothing is said of the gate; PNG files among `pictures` are put in.
     A comparison outside a turn says in `words` what it found, and of which prompts; `names` has
     what is shown in the place of the report's own names of systems and metrics.
     """

@@ -11,7 +11,7 @@ import pytest
 from rlhf_pipeline.evaluation.behaviour import ItemResult
 from rlhf_pipeline.evaluation.gate import decide
 from rlhf_pipeline.evaluation.metrics import Number, bleu
-from rlhf_pipeline.evaluation.page import page
+from rlhf_pipeline.evaluation.page import body, page
 from rlhf_pipeline.evaluation.phrases import Phrase
 from rlhf_pipeline.evaluation.report import EvaluationReport, GroupResult, Sample
 from tests.evaluation.test_gate import report
@@ -49,7 +49,7 @@ def test_the_page_needs_nothing_else_and_lets_nothing_act(tmp_path: Path) -> Non
     picture = tmp_path / "curve.png"
     picture.write_bytes(b"\x89PNG")
     found = full()
-    text = page(EVIL, found, decide(found), [picture])
+    text = page(EVIL, body(found, decide(found), [picture]))
     parser = Found()
     parser.feed(text)
     assert "script" not in parser.tags
@@ -60,7 +60,7 @@ def test_the_page_needs_nothing_else_and_lets_nothing_act(tmp_path: Path) -> Non
 
 
 def test_the_page_shows_absolute_numbers_changes_and_intervals() -> None:
-    text = page("t", full(), decide(full()), [])
+    text = page("t", body(full(), decide(full()), []))
     cells = ["0.500", "1.000", "+0.500", "–", "+0.200 to +0.600"]  # a score is no share of another
     assert "</td>" + "</td>".join(f"<td class=n>{cell}" for cell in cells) in text
     assert "+0.0 %" in text  # other numbers are
@@ -75,7 +75,7 @@ def test_the_page_shows_absolute_numbers_changes_and_intervals() -> None:
 
 
 def test_the_page_fits_a_phone_and_the_dark() -> None:
-    text = page("t", full(), None, [Path(__file__).parents[2] / "docs/images/chat.png"])
+    text = page("t", body(full(), None, [Path(__file__).parents[2] / "docs/images/chat.png"]))
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
     assert "color-scheme:light dark" in text
     # A picture is white paper: in the dark it is turned, its colours kept.
@@ -102,7 +102,7 @@ def test_what_is_said_more_often_stands_in_every_form() -> None:
     assert "less than the baseline" not in markdown  # there is nothing to say
     assert "&lt;script>alert(1)&lt;/script>" in markdown
     assert "| 5% | 62% |" in markdown
-    text = page("t", found, None, [])
+    text = page("t", body(found, None, []))
     assert text.count("What the candidate says more often") == 1
     assert "<td class=n>5%</td><td class=n>62%</td>" in text
 
