@@ -227,6 +227,8 @@ def versions_with(
 
 
 def _began_from(version: ModelVersion, earlier: ModelVersion) -> bool:
+    from rlhf_pipeline.registry.comparison import by_place, version_at
+
     if earlier.version >= version.version:
         return False
     lineage = version.lineage
@@ -236,8 +238,8 @@ def _began_from(version: ModelVersion, earlier: ModelVersion) -> bool:
     named = [Path(place).parts for place in models_named(lineage.get("recipe", {})).values()]
     turns += [parts[parts.index("turns") + 1] for parts in named if "turns" in parts[:-1]]
     places += [Path(turn, "ppo", "policy") for turn in turns]
-    # The end of the path, as the state folder may have been elsewhere on that day.
-    return any(Path(place).parts[-3:] == earlier.path.parts[-3:] for place in places)
+    known = by_place([earlier])
+    return any(version_at(place, known) is not None for place in places)
 
 
 def _meant(database: db.Database, rater: str, agent_id: str | None) -> list[Person]:
