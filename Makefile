@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-ui check train ui clean mutants bench bench-peer test-all help
+.PHONY: demo test test-ui check agent-named train ui clean mutants bench bench-peer test-all help
 
 help:
 	@echo "make demo   the whole loop, end to end, offline      make test   the test suite"
@@ -47,8 +47,10 @@ check: $(READY)
 	$(BIN)/dg check defs
 	$(BIN)/dg list defs > /dev/null
 
-train: $(READY)
+agent-named:
 	@test -n "$(AGENT)" || { echo "needed an agent, found none; make train AGENT=name"; exit 1; }
+
+train: agent-named $(READY)
 	$(BIN)/python -m automation.launch --agent $(AGENT) $(if $(AGAIN),--again)
 
 ui: $(READY)
