@@ -50,7 +50,7 @@ from rlhf_pipeline.feedback.inbox import Refused, keep_refused, stamp_of
 from rlhf_pipeline.feedback.snapshot import newest_seq
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import folder_sha256
-from rlhf_pipeline.records import as_messages, hash_rater, user_prompt
+from rlhf_pipeline.records import as_messages, hash_rater, now, user_prompt
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.registry.reproduce import Reproduction
 from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
@@ -1020,6 +1020,17 @@ def test_versions_tell_who_stands_where(shop: Path, rlhf: Run) -> None:
     told = rlhf("versions").stdout
     assert "refused: kl_stop" in told
     assert "not judged" in told
+
+
+def test_versions_can_be_read_in_a_narrow_terminal(
+    shop: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    told = rlhf("versions").stdout
+    assert max(map(len, told.splitlines())) <= 80
+    for whole in ("champion,", "baseline", "challenger", "refused:", "kl_stop", f"{now():%Y-%m-}"):
+        assert f"│ {whole}" in told
+    assert "MLflow" not in told
 
 
 def test_a_version_is_promoted_rolled_back_and_explained_with_mlflow_behind(

@@ -33,12 +33,19 @@ CLOCK = (
 )
 
 
+MEASURED = ("score", "KL", "learned", "satisfaction")
+FOR_WIDE = ("label", "MLflow", "learned")
+WIDE = 120  # columns; below it each column would get a few letters
+WHOLE = 10  # letters of a day or of the longest word, which else would be cut
+
+
 def versions(agent: Agent) -> None:
     """List an agent's versions: who serves, who waits, what the gate and people said.
 
     Score is the gate model's on held-out prompts, with its spread between them; learned is how much
     of it came over the champion of that day for 1,000 more votes. KL is in nats a completion.
     Withdrawn is who was rolled back from, or lost an experiment: `rlhf explain VERSION` says which.
+    A narrow terminal shows no label, MLflow version and learned.
     """
     from rich.table import Table
 
@@ -46,24 +53,34 @@ def versions(agent: Agent) -> None:
 
     here = workspace()
     here.version(agent, "0")  # says what to do where there is none
-    table = Table("version", "label", "standing", "gate", "registered (UTC)", "MLflow")
-    for name in ("score", "KL", "learned", "satisfaction"):
-        table.add_column(name, justify="right")
     seen = {one.version: one for one in standings(here.store.database, here.ledger, agent)}
-    for version in here.ledger.versions(agent):
-        table.add_row(
-            str(version.version),
-            version.label,
-            ", ".join(seen[version.version].roles),
-            _gate(version),
-            f"{version.created_at:%Y-%m-%d %H:%M}",
-            version.mlflow_version or "–",
-            *_measured(seen[version.version]),
+    rows = [
+        {
+            "version": str(version.version),
+            "label": version.label,
+            "standing": ", ".join(seen[version.version].roles),
+            "gate": _gate(version),
+            "registered (UTC)": f"{version.created_at:%Y-%m-%d %H:%M}",
+            "MLflow": version.mlflow_version or "–",
+            **_measured(seen[version.version]),
+        }
+        for version in here.ledger.versions(agent)
+    ]
+    shown = console()
+    names = [name for name in rows[0] if shown.width >= WIDE or name not in FOR_WIDE]
+    table = Table()
+    for name in names:
+        table.add_column(
+            name,
+            justify="right" if name in MEASURED else "left",
+            min_width=WHOLE if name in ("standing", "gate", "registered (UTC)") else None,
         )
-    console().print(table)
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
+    shown.print(table)
 
 
-def _measured(standing: overview.Standing) -> list[str]:
+def _measured(standing: overview.Standing) -> dict[str, str]:
     """Return score, KL, what was learned, and satisfaction; a dash where nobody measured."""
     told = [
         (standing.score, f" ± {standing.spread or 0.0:.2f}", "+.2f"),
@@ -71,7 +88,8 @@ def _measured(standing: overview.Standing) -> list[str]:
         (standing.learned, "", "+.2f"),
         (standing.satisfaction, f" ± {standing.margin or 0.0:.2f}", ".2f"),
     ]
-    return ["–" if value is None else f"{value:{form}}{more}" for value, more, form in told]
+    shown = ["–" if value is None else f"{value:{form}}{more}" for value, more, form in told]
+    return dict(zip(MEASURED, shown, strict=True))
 
 
 def promote(
