@@ -275,6 +275,15 @@ def test_what_is_typed_wins_over_the_environment_before_and_after_the_command(
     assert "base: gpt2" in rlhf("config", "show", "--recipe", "gpt2").stdout
 
 
+def test_a_number_that_is_none_is_in_no_range(rlhf: Run) -> None:
+    for words in (
+        ("chat", "--agent", "tea", "--once", "Hi.", "--temperature", "nan"),
+        ("chat", "--agent", "tea", "--once", "Hi.", "--seed", "99999999999999999999"),
+        ("keys", "create", "--days", "nan"),
+    ):
+        assert words[-2] in rlhf(*words, code=2).stderr
+
+
 def test_a_state_folder_that_is_not_there_is_not_made(
     rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1455,6 +1464,11 @@ def test_a_batch_takes_every_sign_that_a_text_may_hold(tmp_path: Path) -> None:
     out = write(tmp_path / "out.jsonl", whole + second[:20])  # killed in its second line
     assert lines_there(out, prompts, lambda line: line["prompt"], "answers") == 1
     assert out.read_text() == whole
+
+
+def test_what_is_no_file_is_not_read_to_its_end() -> None:
+    with pytest.raises(ConfigError, match="found a folder, pipe or device at /dev/full"):
+        lines_there(Path("/dev/full"), [], str, "answers")
 
 
 @pytest.mark.parametrize("value", ['"half \\ud83d"', "[" * 100_000, '[{"role": "user"}]'])

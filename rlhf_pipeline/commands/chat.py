@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_pipeline.commands.common import Agent, Workspace, actor, inert, progress, workspace
+from rlhf_pipeline.commands.common import (
+    MOST_SEED,
+    Agent,
+    Workspace,
+    actor,
+    finite,
+    inert,
+    progress,
+    workspace,
+)
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.records import user_prompt
 
@@ -51,12 +60,17 @@ def chat(
     ] = "champion",
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", min=0, max=2, help="0 takes the likeliest words."),
+        typer.Option(
+            "--temperature", min=0, max=2, callback=finite, help="0 takes the likeliest words."
+        ),
     ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
-            "--seed", min=0, help="The same seed, the same completions. --batch: 0 if not said."
+            "--seed",
+            min=0,
+            max=MOST_SEED,
+            help="The same seed, the same completions. --batch: 0 if not said.",
         ),
     ] = None,
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import getpass
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,8 @@ PIPE_WIDTH = 200  # columns of a table that goes to a file or another program
 
 UNFIT = (ValueError, KeyError, TypeError, AttributeError, RecursionError, FeedbackRefused)
 """What a line of JSON that is not what a command takes may fail with."""
+
+MOST_SEED = 2**31 - 1  # as of training.seed
 
 Agent = Annotated[
     str,
@@ -101,6 +104,8 @@ def lines_there(
     """
     if not out.exists():
         return 0
+    if not out.is_file():  # a pipe has no end to read to
+        raise ConfigError(f"--out must be a file, found a folder, pipe or device at {out}")
     content = out.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     lines = whole.decode("utf-8", "replace").split("\n")[:-1]
@@ -347,6 +352,13 @@ def workspace(*, may_be_new: bool = False) -> Workspace:
     """
     meta = click.get_current_context().meta
     return Workspace(meta.get("rlhf.recipe"), meta.get("rlhf.state"), is_there=not may_be_new)
+
+
+def finite(value: float | None) -> float | None:
+    """Return an option's number. Raises BadParameter for nan, which is in every range."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"needed a number, found {value}")
+    return value
 
 
 def need_name(agent_id: str) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlhf_pipeline.commands.common import workspace
+from rlhf_pipeline.commands.common import finite, workspace
 from rlhf_pipeline.records import now
 
 
@@ -21,7 +21,8 @@ def create(
     ] = None,
     name: Annotated[str, typer.Option("--name", help="Whom or what it is for.")] = "",
     days: Annotated[
-        float | None, typer.Option("--days", min=0.001, max=36500, help="It ends after these.")
+        float | None,
+        typer.Option("--days", min=0.001, max=36500, callback=finite, help="It ends after these."),
     ] = None,
 ) -> None:
     """Make an API key and show it, this once: only its hash is kept.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import click
 import typer
 
-from rlhf_pipeline.commands.common import Agent, progress, workspace
+from rlhf_pipeline.commands.common import MOST_SEED, Agent, progress, workspace
 
 if TYPE_CHECKING:
     from rlhf_pipeline.records import Prompt
@@ -35,6 +35,7 @@ def simulate(
         typer.Option(
             "--seed",
             min=0,
+            max=MOST_SEED,
             help="The same seed, the same questions and the same days. Default: another every "
             "time; with --nights 0.",
         ),
