@@ -275,6 +275,15 @@ def test_what_is_typed_wins_over_the_environment_before_and_after_the_command(
     assert "base: gpt2" in rlhf("config", "show", "--recipe", "gpt2").stdout
 
 
+def test_the_settings_of_an_agent_that_nobody_knows_are_shown_as_a_new_ones(rlhf: Run) -> None:
+    assert rlhf("config", "show", "--agent", "shop").stderr == ""  # nobody is known yet
+    Workspace().store.ensure_agent("shop")
+    assert rlhf("config", "show", "--agent", "shop").stderr == ""
+    told = rlhf("config", "show", "--agent", "shoop").stderr
+    assert told == "shoop is a new agent; known before: shop\n"
+    rlhf("config", "show", "--agent", "the shop", code=2)
+
+
 def test_a_number_that_is_none_is_in_no_range(rlhf: Run) -> None:
     for words in (
         ("chat", "--agent", "tea", "--once", "Hi.", "--temperature", "nan"),

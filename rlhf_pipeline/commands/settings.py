@@ -38,6 +38,10 @@ def show(
     from rlhf_pipeline.config import SHARED_WITH_PPO, shown
 
     here = workspace()
+    if agent is not None:
+        need_name(agent)
+        if (others := here.store.agents()) and not here.knows(agent):
+            tell_new(agent, others)
     tree = shown(here.settings if agent is None else here.settings_of(agent))
     for key in SHARED_WITH_PPO:
         tree["ppo"].pop(key)  # said once, under policy and training
