@@ -701,7 +701,11 @@ class ExperimentSettings(Section):
         "come, fewer do after a while: all steps but the last together take half the days at most.",
     )
     minutes_per_step: Minutes = Field(60.0, description="That a step of the ramp lasts at least.")
-    days: Annotated[Days, Field(gt=0)] = Field(14.0, description="Then the champion stays.")
+    days: Annotated[Days, Field(gt=0)] = Field(
+        14.0,
+        description="Then the champion stays; a day or more in which the daemon was off is no "
+        "part of them.",
+    )
     promote: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.05, description="Largest chance to promote a challenger that is no better."
     )

@@ -184,6 +184,18 @@ class ExperimentBook:
                 for row in connection.execute(query)
             ]
 
+    def moments(self, experiment_id: str, *, until: datetime) -> list[datetime]:
+        """Return when the experiment was looked at, up to a moment, earliest first."""
+        c = db.experiment_looks.c
+        # By their moments: a clock that was set back has dated a look before an earlier one.
+        query = (
+            sa.select(c.looked_at)
+            .where(c.experiment_id == experiment_id, c.looked_at <= until)
+            .order_by(c.looked_at)
+        )
+        with self.database.read() as connection:
+            return list(connection.execute(query).scalars())
+
     def _change(self, experiment: Experiment, **values: Any) -> bool:
         e = db.experiments.c
         conditions = [e.experiment_id == experiment.experiment_id, e.state == "running"]

@@ -29,6 +29,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sqlalchemy as sa
@@ -67,6 +68,9 @@ BELIEVED = 0.25
 default, as a night or a weekend alone does not tell how many come on the other days."""
 SILENT = 0.5
 """Part of its days after which it is believed that nobody comes."""
+UNWATCHED = timedelta(days=1)
+"""Time without a look that counts for nothing, as the machine was off or slept. Less does count: to
+one that is off by night people come by day alone, and its fourteen days are fourteen days."""
 CLOCKS_APART = timedelta(hours=1)  # of two machines, at the most
 ROWS_AT_ONCE = 1000
 ANSWERS_AT_ONCE = 100_000  # counted in one tick of a sensor, which Dagster ends after a minute
@@ -329,7 +333,7 @@ def look(
     champion = ledger.champion(experiment.agent_id)
     arms, steps = measured(book.database, experiment, settings)
     at = now()
-    experiment = _from_now_on(book, experiment, at)
+    experiment = _as_watched(book, _from_now_on(book, experiment, at), at)
     verdict = decide(
         arms,
         steps,
@@ -391,6 +395,28 @@ def _from_now_on(book: ExperimentBook, experiment: Experiment, at: datetime) -> 
     if dated != experiment:
         book.date(dated)
     return dated
+
+
+def _as_watched(book: ExperimentBook, experiment: Experiment, at: datetime) -> Experiment:
+    """Return the experiment as if it, and its share, had begun later by the time UNWATCHED.
+
+    To a machine that is off nobody can come: that tells neither how many will, nor that time is
+    up. Where the service went on answering, the people who came then count, and its time does not:
+    more are expected than will come, which ends nothing too early. All of it is read from the looks
+    and nothing is stored, so two looks at once, or one that is broken off, count no time twice.
+    """
+    looks = book.moments(experiment.experiment_id, until=at)
+
+    def moved(since: datetime) -> datetime:
+        seen = [since, *(look for look in looks if look > since), at]
+        gaps = (after - before for before, after in pairwise(seen))
+        return since + sum((gap for gap in gaps if gap > UNWATCHED), timedelta())
+
+    return replace(
+        experiment,
+        started_at=moved(experiment.started_at),
+        share_since=moved(experiment.share_since),
+    )
 
 
 def _other_champion(

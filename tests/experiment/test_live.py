@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from structlog.testing import capture_logs
 
 from rlhf_pipeline.config import ExperimentSettings, load_settings
-from rlhf_pipeline.database import Database, interactions
+from rlhf_pipeline.database import Database, experiment_looks, interactions
 from rlhf_pipeline.errors import (
     ConfigError,
     ExperimentError,
@@ -71,6 +71,24 @@ def look(
 ) -> tuple[Verdict, str]:
     """Look at versions whose files, of which there are none here, are as they were."""
     return live.look(book, ledger, experiment, settings, check=bool, automatic=automatic)
+
+
+def watched(book: ExperimentBook, experiment: Experiment, *spans: tuple[float, float]) -> None:
+    """Store the looks of a daemon that runs from one day to another, counted from its share on."""
+    hours = [h for begun, ended in spans for h in range(round(24 * begun), round(24 * ended) + 1)]
+    rows: list[dict[str, Any]] = [
+        {
+            "experiment_id": experiment.experiment_id,
+            "look": look,
+            "share": experiment.share,
+            "action": "continue",
+            "verdict": {"reasons": [], "differences": {}},
+            "looked_at": experiment.share_since + timedelta(hours=hour),
+        }
+        for look, hour in enumerate(hours, start=1 + len(book.looks(experiment.experiment_id)))
+    ]
+    with book.database.write() as connection:
+        connection.execute(experiment_looks.insert(), rows)
 
 
 def challenged(experiment: Experiment, user: int) -> bool:
@@ -145,6 +163,7 @@ def test_a_few_people_hold_no_step_of_the_ramp_for_more_than_its_part_of_half_th
     settings = SETTINGS.model_copy(update={"users_per_step": 30, "days": 12})
     book, experiment = begin(store, 0.1)
     longest = timedelta(days=12) / 2 / 2  # two steps share half the days
+    watched(book, experiment, (0, 12))
 
     def looked(after: timedelta) -> str:
         with patch("rlhf_pipeline.experiment.live.now", lambda: experiment.share_since + after):
@@ -178,6 +197,7 @@ def test_an_equal_challenger_leaves_when_the_days_left_will_hardly_help_it(
     meet(store, begun, range(900 if share == 0.5 else 1500), likes=(2.0, 2.0))  # all like all
     earlier = begun.started_at - timedelta(days=gone)
     experiment = replace(begun, started_at=earlier, share_since=earlier)
+    watched(book, experiment, (0, gone))
     # No step of the ramp today.
     settings = SETTINGS.model_copy(update={"minutes_per_step": 1e6, "give_up": give_up})
     _, done = look(book, ledger, experiment, settings)
@@ -217,17 +237,93 @@ def test_an_experiment_that_nobody_meets_ends_after_half_its_days(
 ) -> None:
     """No turn of the agent starts while it runs, and its votes may come from elsewhere."""
     book, begun = begin(store, 0.1)
+    half = SETTINGS.days / 2
+    watched(book, replace(begun, share_since=begun.share_since - timedelta(days=half)), (0, half))
 
     def looked(days: float) -> str:
         earlier = begun.started_at - timedelta(days=days)
         experiment = replace(begun, started_at=earlier, share_since=earlier)
         return look(book, ledger, experiment, SETTINGS)[1]
 
-    half = SETTINGS.days / 2
     assert "goes on at 10%" in looked(half - 0.1)
     assert "by 0 and 0 users; as people come, it will be 0 and 0" in looked(half)
     assert [e.state for e in book.history(AGENT)] == ["gave_up"]
     assert ledger.standing(AGENT).challenger is not None  # a person may still promote it
+
+
+def woken(
+    book: ExperimentBook, ledger: PromotionLedger, days: float, settings: ExperimentSettings
+) -> str:
+    """Look so many days after the running experiment began, and return how it stands then."""
+    [experiment] = book.history(AGENT)
+    at = experiment.started_at + timedelta(days=days)
+    with (
+        patch("rlhf_pipeline.experiment.live.now", lambda: at),
+        patch("rlhf_pipeline.experiment.book.now", lambda: at),
+    ):
+        look(book, ledger, experiment, settings)
+    return book.history(AGENT)[0].state
+
+
+@pytest.mark.parametrize("asleep", [5.0, 40.0], ids=["within its days", "past its last day"])
+def test_time_in_which_nobody_looked_counts_for_neither_the_rate_nor_the_deadline(
+    store: FeedbackStore, ledger: PromotionLedger, asleep: float
+) -> None:
+    book, experiment = begin(store, 0.5)
+    meet(store, experiment, range(20), likes=(0.5, 0.8))
+    settings, awake = ExperimentSettings(), 0.5 + asleep
+    watched(book, experiment, (0, 0.5), (awake, awake + 14))
+    # Twice, as two daemons may wake at once, or one that is killed after its first look.
+    assert [woken(book, ledger, awake, settings) for _ in range(2)] == ["running"] * 2
+    assert book.running(AGENT) == experiment
+    # Nobody comes from then on, which is believed when a quarter of the days was watched.
+    assert woken(book, ledger, awake + 2.9, settings) == "running"
+    assert woken(book, ledger, awake + 3.1, settings) == "gave_up"
+
+
+def test_an_experiment_is_over_when_it_was_watched_for_all_its_days(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.5)
+    meet(store, experiment, range(50), likes=(0.6, 0.6))
+    settings = ExperimentSettings(give_up=0)
+    # Off for half a day in between, as a machine that is off by night.
+    watched(book, experiment, (0, 3), (10, 12), (12.5, 15), (30, 50))
+    assert woken(book, ledger, 35.9, settings) == "running"
+    assert woken(book, ledger, 36.1, settings) == "timed_out"
+
+
+def test_days_that_nobody_watched_are_no_part_of_a_step_of_the_ramp(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.1)
+    meet(store, experiment, range(400), likes=(0.6, 0.6))
+    settings = SETTINGS.model_copy(update={"minutes_per_step": 60})
+    for day in (0.0, 0.01, 2.5, 2.52):
+        woken(book, ledger, day, settings)
+        assert book.history(AGENT)[0].share == 0.1
+    woken(book, ledger, 2.55, settings)
+    assert book.history(AGENT)[0].share == 0.5
+
+
+@pytest.mark.parametrize("wrong", [-20_000.0, -2.0, 5.0, 40.0])
+def test_a_clock_that_is_wrong_for_a_look_ends_nothing_and_keeps_nothing_running(
+    store: FeedbackStore, ledger: PromotionLedger, wrong: float
+) -> None:
+    book, experiment = begin(store, 0.5)
+    meet(store, experiment, range(50), likes=(0.6, 0.6))
+    settings = ExperimentSettings(give_up=0)
+
+    def stands(day: float) -> str:
+        [dated] = book.history(AGENT)
+        moved = (experiment.started_at - dated.started_at) / timedelta(days=1)
+        return woken(book, ledger, day + moved, settings)
+
+    watched(book, experiment, (0, 0.5))
+    assert [stands(day) for day in (wrong, 0.5)] == ["running"] * 2
+    watched(book, experiment, (0.5, 15))
+    assert stands(13.9) == "running"
+    assert stands(15) == "timed_out"
 
 
 def answered(experiment: Experiment, user: str | None, **changes: Any) -> Interaction:
@@ -844,6 +940,7 @@ def test_an_experiment_begun_under_a_clock_ahead_counts_from_the_first_look(
         book, experiment = begin(store, 0.1)
     meet(store, experiment, range(60), likes=(0.6, 0.6))  # six or so meet the challenger
     settings = SETTINGS.model_copy(update={"users_per_step": 30, "days": 12})
+    watched(book, replace(experiment, share_since=begun), (0, 13))
 
     def looked(days: float) -> str:
         running, at = book.running(AGENT), begun + timedelta(days=days)
