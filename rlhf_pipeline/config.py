@@ -619,9 +619,9 @@ class PromotionSettings(Section):
     )
     watch_days: Annotated[Days, Field(ge=0)] = Field(
         7.0,
-        description="After a promotion, in which a champion that fails as often as ends an "
-        "experiment (experiments.trouble_share), the champion before it in the champion's place, "
-        "is rolled back, once; 0: never.",
+        description="From the first answer after a promotion, in which a champion that fails as "
+        "often as ends an experiment (experiments.trouble_share), the champion before it in the "
+        "champion's place, is rolled back, once; 0: never.",
     )
     gate: Mapping[str, Annotated[float, Field(allow_inf_nan=True)] | None] = Field(
         default_factory=dict,

@@ -1,10 +1,11 @@
 """The champion after its promotion: whether it fails, and the way back where it does.
 
 A version may be promoted without ever having met people, and one that met a few may fail many. In
-its first days a champion that fails as often as ends an experiment at once is rolled back: far
-oftener than the champions before it, else the trouble is not the version's. One step is gone back
-and no second; from there a person looks. What this does not see: answers that reach people and are
-bad, which satisfaction by version shows (overview.py) and only an experiment proves.
+its first days, from the first answer on that is asked of it, a champion that fails as often as ends
+an experiment at once is rolled back: far oftener than the champions before it, else the trouble is
+not the version's. One step is gone back and no second; from there a person looks. What this does
+not see: answers that reach people and are bad, which satisfaction by version shows (overview.py)
+and only an experiment proves.
 """
 
 from __future__ import annotations
@@ -242,9 +243,9 @@ def go_back_if_failing(
     promoted = made_champion(ledger.history(agent_id))
     if promoted is None or promoted.action == "rollback" or agent_id in settings.serving.upstreams:
         return None  # an upstream that is away says nothing about a version
-    if at - promoted.created_at > timedelta(days=settings.promotion.watch_days):
+    rules, days = settings.experiments, settings.promotion.watch_days
+    if not days:
         return None
-    rules = settings.experiments
     share = rules.trouble_share
     database = ledger.database
     since, until = its_time(database, promoted, at)
@@ -261,9 +262,11 @@ def go_back_if_failing(
     looks = {most: _failures_of(latest[:most]) for most in (few, many)}
     if not any(is_trouble(look, most=most, share=share) for most, look in looks.items()):
         return None
+    # Asked last: where few answers are a champion's, all that came since may have to be read.
+    if _is_asked(database, agent_id, since, at - timedelta(days=days)):
+        return None
     back = _times_of(standing.withdrawn, standing.history)
     before = failures(database, agent_id, most=many, until=since, without=back)
-    days = settings.promotion.watch_days
     worst = at_worst(database, agent_id, looks, until=since, days=days, without=back)
     failing = [
         look
@@ -280,6 +283,24 @@ def go_back_if_failing(
         f"{before.failed} of {before.answers}",
         expected_champion=promoted.version,
     ).words
+
+
+def _is_asked(database: db.Database, agent_id: str, since: datetime, until: datetime) -> bool:
+    """Say whether the champion was asked for an answer in that time."""
+    i = db.interactions.c
+    asked = (
+        sa.select(i.created_at)
+        .where(
+            i.agent_id == agent_id,
+            i.arm.in_(("champion", "baseline")),  # which answers where the champion does not
+            i.created_at > since,
+            i.created_at <= until,
+        )
+        .order_by(i.created_at)
+        .limit(1)
+    )
+    with database.read() as connection:
+        return connection.execute(asked).first() is not None
 
 
 def its_time(database: db.Database, promoted: Promotion, at: datetime) -> tuple[datetime, datetime]:

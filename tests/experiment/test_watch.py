@@ -309,6 +309,18 @@ def test_only_in_its_first_days_and_only_to_a_sound_version(
     assert looked(ledger, days=6.9) == "rolled back from 1 to 0"
 
 
+@pytest.mark.parametrize(("days", "goes"), [(8.1, True), (14.9, True), (15.1, False)])
+def test_its_first_days_begin_with_the_first_answer_that_was_asked_of_it(
+    store: FeedbackStore, ledger: PromotionLedger, days: float, goes: bool
+) -> None:
+    """It was promoted before a week in which nobody came."""
+    promoted = now()
+    answers(store, 5, arm="challenger", user="early-{}", at=promoted + timedelta(hours=1))
+    answers(store, 2, failed=1, user="first-{}", at=promoted + timedelta(days=8))
+    answers(store, 50, failed=50, at=promoted + timedelta(days=days, minutes=-5))
+    assert looked(ledger, days=days) == ("rolled back from 1 to 0" if goes else None)
+
+
 def test_one_that_was_promoted_while_a_clock_was_ahead_is_watched_from_the_first_look(
     store: FeedbackStore, tmp_path: Path
 ) -> None:
