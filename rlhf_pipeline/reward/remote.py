@@ -28,7 +28,15 @@ from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import RewardInput, checked_scores, hashed
 from rlhf_pipeline.reward.rules import is_count
 
-WORTH_ASKING_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+WORTH_ASKING_AGAIN = frozenset({408, 425, 429})  # beside failures of the server's own, from 500 on
+STAYS_SO = frozenset({501, 505})  # of those: what it cannot do at all
+DENIED = "check the address and the token"
+ADVICE = {
+    401: DENIED,
+    403: DENIED,
+    404: "check the address, or a judge's model",
+    413: "let the service take longer requests, or send less at once (a lower batch_size)",
+}
 LONGEST_WAIT_SECONDS = 60.0
 LONGEST_TIMEOUT_SECONDS = 86_400.0
 BYTES_PER_SCORE = 64  # of an answer, beside a page of slack; more is no list of scores
@@ -142,8 +150,9 @@ class Service:
         """Check the address; ask nothing yet.
 
         timeout_seconds bounds the wait for a connection and for each piece of the answer. After a
-        failure that may pass (no connection, no answer in time, a status that says so) the request
-        is sent again, `attempts` times in all, after 1, 2, 4, … seconds or what Retry-After says.
+        failure that may pass (no connection, no answer in time or a part of one, a status that says
+        so) the request is sent again, `attempts` times in all, after 1, 2, 4, … seconds or what
+        Retry-After says.
         bearer_token goes out in the Authorization header and stands in no message.
         Raises ModelError for an address that is neither https nor loopback.
         """
@@ -182,16 +191,20 @@ class Service:
                         f"the reward at {self.shown_url} must answer what it was asked, found "
                         f"more than {longest} bytes; correct the service"
                     )
+                # One whose length is not told ends with the connection, which may have broken off.
+                if answer.length is None and not answer.chunked and not _is_json(found):
+                    raise http.client.HTTPException(f"{len(found)} bytes that are no whole JSON")
                 return found
             except urllib.error.HTTPError as error:
                 reason = f"status {error.code}"
                 error.close()
-                if error.code not in WORTH_ASKING_AGAIN:
-                    advice = "check the address and the token"
+                if not _may_pass(error.code):
+                    advice = "its log says why it refuses what it was sent"
                     if 300 <= error.code < 400:
                         advice = "redirects are not followed, give the address it leads to"
                     raise ModelError(
-                        f"the reward at {self.shown_url} must answer 200, found {reason}; {advice}"
+                        f"the reward at {self.shown_url} must answer 200, found {reason}; "
+                        f"{ADVICE.get(error.code, advice)}"
                     ) from error
                 wait = _seconds_of(error.headers.get("Retry-After") or "", wait)
             except (OSError, http.client.HTTPException) as error:  # URLError, time-outs, resets
@@ -202,6 +215,18 @@ class Service:
             f"the reward at {self.shown_url} must answer, found {reason} at the last of "
             f"{self._attempts} attempts; look at the service, or raise timeout_seconds"
         )
+
+
+def _may_pass(status: int) -> bool:
+    return status in WORTH_ASKING_AGAIN or (status >= 500 and status not in STAYS_SO)
+
+
+def _is_json(body: bytes) -> bool:
+    try:
+        json.loads(body, parse_int=float)  # of a number as long as it likes
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _seconds_of(said: str, otherwise: float) -> float:

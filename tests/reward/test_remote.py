@@ -61,7 +61,8 @@ class Answer(BaseHTTPRequestHandler):
             status, headers, answer = self.server.answers.pop(0)
         self.send_response(status)
         for name, value in {"Content-Length": str(len(answer)), **headers}.items():
-            self.send_header(name, value)
+            if value:  # "" leaves the header out
+                self.send_header(name, value)
         self.end_headers()
         self.wfile.write(answer)
 
@@ -140,6 +141,34 @@ def test_what_may_pass_is_asked_again_with_growing_waits(service: Service) -> No
         RemoteReward(service.url, attempts=2, sleep=waits.append)(ITEMS)
 
 
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 507, 520, 529])
+def test_a_status_that_may_pass_is_asked_again(service: Service, status: int) -> None:
+    service.answers = [(status, {}, b"overloaded")]
+    assert RemoteReward(service.url, sleep=lambda seconds: None)(ITEMS) == [3.0, 1.0, 2.0]
+    assert len(service.heard) == 2
+
+
+def test_an_answer_of_no_told_length_that_breaks_off_is_asked_again(service: Service) -> None:
+    """As services of HTTP/1.0 answer, and proxies before them: its end is the connection's."""
+    waits: list[float] = []
+    reward = RemoteReward(service.url, sleep=waits.append)
+    untold = {"Content-Length": ""}
+    service.answers = [(200, untold, b'{"score'), (200, untold, b""), (200, untold, b"\xff")]
+    assert reward(ITEMS) == [3.0, 1.0, 2.0]
+    assert waits == [1.0, 2.0, 4.0]
+    service.answers = [(200, untold, b'{"scores": [4, 5, 6]}')]
+    assert reward(ITEMS) == [4.0, 5.0, 6.0]
+    service.answers = [(200, untold, b"[" * 4000)] * 2
+    found = "must answer, found 4000 bytes that are no whole JSON at the last of 2 attempts"
+    with pytest.raises(ModelError, match=found):
+        RemoteReward(service.url, attempts=2, sleep=waits.append)(ITEMS)
+    # What is whole and no list of scores stays so.
+    service.answers = [(200, untold, b'{"error": "overloaded"}')]
+    with pytest.raises(ModelError, match="found 23 bytes that are not; correct the service"):
+        reward(ITEMS)
+    assert not service.answers
+
+
 def test_a_date_to_come_again_at_is_waited_for(service: Service) -> None:
     waits: list[float] = []
     now = datetime.now(UTC)
@@ -183,6 +212,12 @@ def test_a_service_that_hangs_or_is_gone_is_given_up_on(service: Service) -> Non
         ((200, {}, b"\xff"), "found 1 bytes that are not"),
         ((200, {}, b"1" * 9000), "found more than 4288 bytes"),
         ((401, {}, b""), "found status 401; check the address and the token"),
+        ((403, {}, b""), "found status 403; check the address and the token"),
+        ((404, {}, b""), "found status 404; check the address, or a judge's model"),
+        ((413, {}, b""), "found status 413; let the service take longer requests, or send less"),
+        ((422, {}, b""), "found status 422; its log says why it refuses what it was sent"),
+        ((501, {}, b""), "found status 501; its log says why it refuses what it was sent"),
+        ((505, {}, b""), "found status 505; its log says why it refuses what it was sent"),
         ((302, {"Location": "http://127.0.0.1:1/"}, b""), "redirects are not followed"),
         ((307, {"Location": "http://127.0.0.1:1/"}, b""), "redirects are not followed"),
     ],
