@@ -31,7 +31,7 @@ from rlhf_pipeline.fence import writing_while
 from rlhf_pipeline.files import file_sha256, folder_sha256, read_json, write_json
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.registry.ledger import PromotionLedger
-from rlhf_pipeline.stages import DATA_SETS, STAGES, Turn, base_source
+from rlhf_pipeline.stages import DATA_SETS, MAXIMISED_BY, STAGES, Turn, base_source
 
 AHEAD = "--ahead"
 IMPORTED_AHEAD: tuple[str, ...] = (
@@ -45,7 +45,8 @@ IMPORTED_AHEAD: tuple[str, ...] = (
 LAUNCHED = (  # what a launcher tells
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE ACCELERATE_USE_FSDP".split()
 )
-BEFORE_PPO = ("baseline", "reward")  # stages that train in vain where the launch is then refused
+# Stages that train in vain where PPO's launch is then refused, and for whatever PPO maximises.
+BEFORE_PPO = ("baseline", "reward")
 GOES_ON_FROM = {"ppo": "reward", "evaluation": "ppo"}  # the stage whose files a stage reads
 
 TRAIN_NOTHING = (
@@ -110,7 +111,7 @@ def same_work(stage: str, spec: Mapping[str, Any]) -> str:
     this one goes on from, as what work its files were left.
     """
     parts = {key: value for key, value in spec.items() if key != "token"}
-    parts["settings"] = _that_train(spec["settings"])
+    parts["settings"] = _that_train(stage, spec["settings"])
     every = [place_of(Path(spec["data"]) / name) for name in DATA_SETS]
     sets = {path.name: file_sha256(path) for path in every if path.exists()}
     before = Path(spec["work"]) / f"{GOES_ON_FROM.get(stage)}.json"
@@ -151,10 +152,16 @@ def _read_besides(stage: str, spec: Mapping[str, Any]) -> list[str]:
     return digests + [file_sha256(path) for path in files if path.is_file()]
 
 
-def _that_train(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _that_train(stage: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    from rlhf_pipeline.reward.named import as_scored
+
     kept = {name: value for name, value in settings.items() if name not in TRAIN_NOTHING}
     for section, names in TRAIN_NOTHING_IN.items():
         kept[section] = {n: value for n, value in settings[section].items() if n not in names}
+    reward = settings_from(settings).reward
+    scored = reward.model_copy(update={"functions": as_scored(reward.functions)})
+    unread = set(MAXIMISED_BY) if stage in BEFORE_PPO else None
+    kept["reward"] = scored.model_dump(mode="json", exclude=unread)
     return kept
 
 

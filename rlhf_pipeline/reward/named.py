@@ -12,6 +12,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,7 +26,7 @@ from rlhf_pipeline.reward.composite import CompositeReward, Term
 from rlhf_pipeline.reward.functions import CheckedReward, as_reward
 from rlhf_pipeline.reward.judge import JudgeReward
 from rlhf_pipeline.reward.lexicon import empathy, item_ratio, recommendation, safety
-from rlhf_pipeline.reward.remote import RemoteReward, bearer_token
+from rlhf_pipeline.reward.remote import HOW_ASKED, RemoteReward, bearer_token
 from rlhf_pipeline.reward.rules import NEED_REFERENCES, RULES, format_fit, length_window
 from rlhf_pipeline.reward.settings import CRITERION, LEARNED, FunctionSettings
 
@@ -60,6 +61,17 @@ def folders_of(functions: Mapping[str, FunctionSettings]) -> list[Path]:
     targets = [one.function or name for name, one in functions.items() if one.counts]
     known = {LEARNED, *known_names()}
     return [Path(one) for one in targets if one not in known and Path(one).is_dir()]
+
+
+def as_scored(functions: Mapping[str, FunctionSettings]) -> dict[str, FunctionSettings]:
+    """Return the functions without how a service is asked, which decides no score."""
+    scored = dict(functions)
+    for name, one in functions.items():
+        target = one.function or name
+        if target == "judge" or target.startswith(ADDRESS):
+            decisive = {key: one.options[key] for key in one.options if key not in HOW_ASKED}
+            scored[name] = replace(one, options=decisive)
+    return scored
 
 
 def written_versions(functions: Mapping[str, FunctionSettings]) -> list[str]:

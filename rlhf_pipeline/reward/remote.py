@@ -40,6 +40,10 @@ ADVICE = {
 LONGEST_WAIT_SECONDS = 60.0
 LONGEST_TIMEOUT_SECONDS = 86_400.0
 BYTES_PER_SCORE = 64  # of an answer, beside a page of slack; more is no list of scores
+# Options of a remote reward, and of a judge, that decide no score and are in no `version`.
+HOW_ASKED = frozenset(
+    "allow_plain_http at_once attempts batch_size key_variable timeout_seconds".split()
+)
 
 
 class RemoteReward:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ def test_what_trains_nothing_is_named_as_the_settings_are(turn: Turn) -> None:
     assert every.keys() >= {*worker.TRAIN_NOTHING, *worker.TRAIN_NOTHING_IN}
     for section, names in worker.TRAIN_NOTHING_IN.items():
         assert every[section].keys() > set(names), section
-    left = worker._that_train(every)
+    left = worker._that_train("ppo", every)
     assert list(left["experiments"]) == ["people_per_network"]
     assert "gate" in left["promotion"]
 
@@ -238,6 +238,47 @@ def test_a_stage_runs_again_when_a_function_of_ones_own_was_edited(
     assert before == {stage: same_work(stage, spec) for stage in STAGES}
     own.write_text("def taste(items): return [-1.0 for _ in items]\n")
     assert [each for each in STAGES if same_work(each, spec) != before[each]] == ["ppo"]
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        # As the message of one that timed out says, and what else decides no score.
+        ({"functions": {"mine": {"options": {"timeout_seconds": 60, "attempts": 9}}}}, []),
+        ({"functions": {"mine": {"options": {"batch_size": 1, "key_variable": "KEY"}}}}, []),
+        ({"functions": {"judge": {"options": {"timeout_seconds": 90, "at_once": 1}}}}, []),
+        ({"functions": {"judge": {"options": {"rubric": "Is it short?"}}}}, ["ppo", "evaluation"]),
+        ({"functions": {"mine": {"function": "http://[::1]:9/b"}}}, ["ppo", "evaluation"]),
+        ({"functions": {"mine": {"weight": 0.7}}}, ["ppo", "evaluation"]),
+        ({"functions": {"own": {"options": {"attempts": 9}}}}, ["ppo", "evaluation"]),
+        ({"wish_bound": 0.5}, ["ppo", "evaluation"]),
+        ({"epochs": 9}, list(STAGES)),
+    ],
+)
+def test_what_ppo_maximises_begins_no_stage_before_it_again_and_how_it_is_asked_none(
+    turn: Turn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Mapping[str, Any],
+    again: list[str],
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    own = tmp_path / "taste_that_attempts.py"
+    own.write_text("def taste(attempts): return lambda items: [attempts for _ in items]\n")
+    judged = {"url": "http://[::1]:9/v1", "model": "m", "rubric": "Is it kind?"}
+    functions: dict[str, dict[str, Any]] = {
+        "mine": {"function": "http://[::1]:9/a", "options": {"timeout_seconds": 30}},
+        "judge": {"options": judged},
+        "own": {"function": f"{own.stem}:taste", "options": {"attempts": 1}},
+    }
+    spec = specification(turn)
+    spec["settings"]["reward"]["functions"] = functions
+    before = {stage: same_work(stage, spec) for stage in STAGES}
+    for name, one in change.get("functions", {}).items():
+        options = {**functions[name]["options"], **one.get("options", {})}
+        functions[name] |= {**one, "options": options}
+    spec["settings"]["reward"] |= {**change, "functions": functions}
+    assert [stage for stage in STAGES if same_work(stage, spec) != before[stage]] == again
 
 
 @pytest.mark.parametrize(("earlier", "stage"), [("reward", "ppo"), ("ppo", "evaluation")])

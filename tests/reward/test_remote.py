@@ -16,8 +16,8 @@ import pytest
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import Message, RewardInput, user_prompt
 from rlhf_pipeline.reward.functions import as_reward
-from rlhf_pipeline.reward.named import check_function, check_keys, named_reward
-from rlhf_pipeline.reward.remote import LONGEST_WAIT_SECONDS, RemoteReward
+from rlhf_pipeline.reward.named import as_scored, check_function, check_keys, named_reward
+from rlhf_pipeline.reward.remote import HOW_ASKED, LONGEST_WAIT_SECONDS, RemoteReward
 from rlhf_pipeline.reward.settings import FunctionSettings
 from tests.loopback import answering
 
@@ -139,6 +139,31 @@ def test_what_may_pass_is_asked_again_with_growing_waits(service: Service) -> No
     service.answers = [(503, {}, b"")] * 2
     with pytest.raises(ModelError, match=r"found status 503 at the last of 2 attempts"):
         RemoteReward(service.url, attempts=2, sleep=waits.append)(ITEMS)
+
+
+def test_what_is_said_of_how_a_service_is_asked_decides_no_score() -> None:
+    judge = {"url": "https://judge.example/v1", "model": "m", "rubric": "Is it kind?"}
+    patience = {"timeout_seconds": 9, "attempts": 9, "key_variable": "KEY"}
+    patience |= {"allow_plain_http": True}
+    asked = {
+        "mine": ("https://reward.example/score", {}, {**patience, "batch_size": 9}),
+        "judge": ("judge", judge, {**patience, "at_once": 9}),
+    }
+    assert {name for _, _, how in asked.values() for name in how} == set(HOW_ASKED)
+    for name, (target, options, how) in asked.items():
+        plain = FunctionSettings(function=target, options=options)
+        other = FunctionSettings(function=target, options={**options, **how})
+        check_function(name, other)
+        assert as_scored({name: other}) == {name: plain}
+        versions = {
+            getattr(named_reward(target, one.options), "version", None) for one in (plain, other)
+        }
+        assert len(versions) == 1
+    assert as_scored({"judge": FunctionSettings(options=judge | patience)}) == {
+        "judge": FunctionSettings(options=judge)
+    }
+    own = {"own": FunctionSettings(function="taste:taste", options=patience)}
+    assert as_scored(own) == own  # what such an option says there is its own affair
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 507, 520, 529])
