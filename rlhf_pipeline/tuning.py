@@ -154,7 +154,7 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
 
     from rlhf_pipeline.ppo.state import decisive
     from rlhf_pipeline.reward.model import reward_version
-    from rlhf_pipeline.reward.named import written_versions
+    from rlhf_pipeline.reward.named import as_scored, written_versions
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     # Another snapshot, champion, baseline, reward or length is another search: scores would not
@@ -166,7 +166,7 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
         str(turn.baseline),
         str(decisive(settings)),
         *(reward_version(turn.work / "reward" / job) for job in ("proxy", "stopping")),
-        str((reward.functions, reward.wish_bound)),
+        str((as_scored(reward.functions), reward.wish_bound)),
         *written_versions(reward.functions),
         str((training.watch_prompts, training.simulated_user)),
     )[:16]

@@ -170,6 +170,18 @@ def test_searches_that_do_not_compare_share_no_folder(
         search(other, tmp_path, trials=1)
     assert len(set(folders)) == 6
     assert len(folders) == 10
+    # Of a service only where it is decides, not how it is asked: a timeout is raised meanwhile.
+    for url, seconds in (
+        ("https://[::1]:9/a", 1),
+        ("https://[::1]:9/a", 2),
+        ("https://[::1]:9/b", 2),
+    ):
+        functions = {"mine": FunctionSettings(function=url, options={"timeout_seconds": seconds})}
+        reward = turn.settings.reward.model_copy(update={"functions": functions})
+        other = replace(turn, settings=turn.settings.model_copy(update={"reward": reward}))
+        search(other, tmp_path, trials=1)
+    assert len(set(folders)) == 8
+    assert len(folders) == 12
     # Or with another function of one's own in the file that it is written in.
     monkeypatch.syspath_prepend(tmp_path)
     own = tmp_path / "taste_of_one_who_searches.py"
@@ -179,8 +191,8 @@ def test_searches_that_do_not_compare_share_no_folder(
     for number in (1, 2, 2):
         own.write_text(f"def taste(items): return [{number} for _ in items]")
         search(other, tmp_path, trials=1)
-    assert len(set(folders)) == 8
-    assert len(folders) == 12
+    assert len(set(folders)) == 10
+    assert len(folders) == 14
 
 
 def test_a_baseline_that_was_reset_is_searched_against_anew(
