@@ -3,6 +3,7 @@
 A workbook (.xlsx) is read too: its first sheet, each cell as the text it would be in a CSV file.
 What a spreadsheet would run as a formula is written with an apostrophe before it, and read without:
 the cell, and within it what follows a sign at which spreadsheets of other countries split lines.
+In a table that cannot be one of those written here, quotes and apostrophes are of the text.
 What this does not protect: a program that runs cells which begin with an apostrophe, or that splits
 a quoted cell at its line breaks.
 """
@@ -79,9 +80,7 @@ def cell_of(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
-        # Text that reads as JSON, or as no cell at all, would come back as something else.
-        as_json = value[:1] in ("", "[", "{", '"') or value.strip() in NULLS
-        text = json.dumps(value, ensure_ascii=False) if as_json else value
+        text = json.dumps(value, ensure_ascii=False) if _is_told_as_json(value) else value
     elif isinstance(value, bool):
         text = str(value).lower()
     else:
@@ -89,19 +88,35 @@ def cell_of(value: Any) -> str:
     return f"'{WITHIN.sub(_MARKED, text)}" if _runs(text) else text
 
 
-def value_of(name: str, cell: str, kind: str | None) -> Any:
-    """Return what a cell says; a number, true or JSON only where the column may hold it.
+def text_of(cell: str) -> str:
+    """Return the text, or the JSON of a list or an object, that `cell_of` may have written so."""
+    text = _without_marks(cell)
+    if text[:1] != '"':
+        return text
+    try:
+        said: str = json.loads(text)
+    except ValueError:
+        return text
+    return said if _is_told_as_json(said) else text
+
+
+def _is_told_as_json(text: str) -> bool:
+    """Say whether it reads as JSON, or as no cell at all: it would come back as something else."""
+    return text[:1] in ("", "[", "{", '"') or text.strip() in NULLS
+
+
+def value_of(name: str, text: str, kind: str | None) -> Any:
+    """Return what a text says; a number, true or JSON only where the column may hold it.
 
     Who is 17.0 in one table, as its column has a gap, is 17 in another; and nobody sees the blanks
     around a name.
     """
-    text = _without_marks(cell)
     if name in (*SIGNED, *LABELLED):
         text = text.strip() or text
         if FLOAT_NAME.fullmatch(text):
             return text.removesuffix(".0")
     structured = name in STRUCTURED or (name == "value" and kind == "criteria")
-    if text[:1] == '"' or (structured and text[:1] in ("[", "{")):
+    if structured and text[:1] in ("[", "{"):
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
@@ -436,10 +451,11 @@ def _rows(lines: Iterator[_Line], position: Position, named: Named) -> Iterator[
         while names and not names[-1]:
             names.pop()
         position.columns = names
+        is_ours = "kind" in position.header  # or may be: `write_csv` writes events
         for last, cells in lines:
             if not any(cells):
                 continue
-            raw, values = _read(names, cells)
+            raw, values = _read(names, cells, is_ours)
             if said := _refusal(names, cells, len(position.header)) or values:
                 position.line = last
                 yield last, raw, said
@@ -471,7 +487,7 @@ def _refusal(names: Sequence[str], cells: Sequence[str], width: int) -> Feedback
     return None
 
 
-def _read(header: Sequence[str], cells: Sequence[str]) -> tuple[str, dict[str, Any]]:
+def _read(header: Sequence[str], cells: Sequence[str], is_ours: bool) -> tuple[str, dict[str, Any]]:
     """Return the row as one line, and its values by name; cells that say nothing are in neither.
 
     The line is a JSON object's, so that an erasure finds who signed it. Nothing is left out of it:
@@ -482,7 +498,7 @@ def _read(header: Sequence[str], cells: Sequence[str]) -> tuple[str, dict[str, A
     values: dict[str, Any] = {}
     for name, cell in zip(header, cells, strict=False):
         if cell != "" and not (name in OPTIONAL and cell.strip() in NULLS):
-            value = value_of(name, cell, kind)
+            value = value_of(name, text_of(cell) if is_ours else cell, kind)
             # Text without what makes it inert: the name as the sender's other rows have it.
             said.append(_member(name, value if isinstance(value, str) else cell))
             if name:

@@ -251,7 +251,7 @@ SIGNS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
 @example("NULL")
 def test_any_text_survives_a_cell_and_none_runs(text: str) -> None:
     cell = flat.cell_of(text)
-    assert flat.value_of("completion", cell, None) == text
+    assert flat.text_of(cell) == text
     assert cell not in ("", "NULL", r"\N")  # which say nothing
     assert not cell.startswith((*SIGNS, "\t", "\r", "\n"))
     for piece in re.split(r"[;,|\t]", cell):  # wherever a spreadsheet may split it
@@ -259,8 +259,17 @@ def test_any_text_survives_a_cell_and_none_runs(text: str) -> None:
 
 
 def test_text_of_others_keeps_its_apostrophes() -> None:
-    for cell in ("it's", "'tis, they said", "['a','-b'];'=c'", "'"):
-        assert flat.value_of("completion", cell, None) == cell
+    for cell in (
+        "it's",
+        "'tis, they said",
+        "['a','-b'];'=c'",
+        "'",
+        '"Quoted"',
+        '"5"',
+        '"',
+        '"a" b',
+    ):
+        assert flat.text_of(cell) == cell
 
 
 def test_every_cell_is_quoted_and_blanks_take_no_time() -> None:
@@ -272,7 +281,7 @@ def test_every_cell_is_quoted_and_blanks_take_no_time() -> None:
     assert second.startswith('"","comment","\' =1 ""x""","",')
     started = time.process_time()
     for text in (";" + " " * 50_000, "\t" * 50_000, "; \n'" * 20_000, "' " * 50_000):
-        assert flat.value_of("completion", flat.cell_of(text), None) == text
+        assert flat.text_of(flat.cell_of(text)) == text
     assert time.process_time() - started < 1
 
 

@@ -1352,6 +1352,22 @@ def test_what_a_database_writes_for_nothing_is_nobody_and_no_key(
     assert {event.rater_id for event in read_all(path)[0]} == {hash_rater("tea", "ann")}
 
 
+@pytest.mark.parametrize("suffix", ["csv", "xlsx"])
+def test_quotes_and_apostrophes_that_a_text_has_are_of_the_text(
+    tmp_path: Path, suffix: str
+) -> None:
+    path = tmp_path / f"f.{suffix}"
+    texts = ['"Save 5 euros"', "Save 5 euros", "'+' is the sign", "+' is the sign", '"[sic]"', '""']
+    rows = [{"prompt": text, "chosen": text, "rejected": f"Not {text}"} for text in texts]
+    voted = {"kind": "thumbs", "prompt": "Why?", "completion": texts[0], "value": "up"}
+    for frame, told in ((pd.DataFrame(rows), texts), (pd.DataFrame([voted]), texts[:1])):
+        frame.to_csv(path, index=False) if suffix == "csv" else frame.to_excel(path, index=False)
+        events, aside = read_all(path)
+        assert ([event.completion for event in events], aside) == (told, [])
+        prompts = told if "kind" not in frame else ["Why?"]
+        assert [event.prompt for event in events] == list(map(user_prompt, prompts))
+
+
 def test_a_table_is_known_by_its_columns_whatever_its_first_row_leaves_out(tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text("prompt,chosen,rejected\nWhy?,Because.,\nWhy?,Because.,No.\n")
