@@ -120,10 +120,12 @@ COUNT = re.compile(r"[0-9]{9}")  # one digit more than a date, where a T or a bl
 HASHED_RATER = re.compile(r"[0-9a-f]{32}")
 TURN = re.compile(r"\n\n(Human|Assistant):")
 FIRST_TURN, LAST_TURN = "\n\nHuman:", "\n\nAssistant:"
-# Messages as Python shows them, and so pandas in a CSV file: refused, as nobody's format.
+# Messages as Python shows them, and so pandas in a CSV file: refused, as nobody's format. It is the
+# first itself that has to say who speaks or what is said, and not something within it.
 IN_PYTHON = re.compile(
-    rf"\s*\[?\s*\{{(?=.*'(?:role|from)': '(?:{'|'.join(ROLES)})')"
-    r"""'(?:role|content|from|value)': ['"[].*\}\s*\]?\s*""",
+    r"\s*(?:\[\s*)?\{(?=[^{}]*'(?:role|content|from|value|tool_calls)': )"
+    rf"(?=.*'(?:role|from)': '(?:{'|'.join(ROLES)})')"
+    r"""(?=.*'(?:content|value|tool_calls)': (?:['"[]|None)).*\}\s*(?:\]\s*)?""",
     re.DOTALL,
 )
 
@@ -727,7 +729,10 @@ def messages_of(value: Any, name: str) -> Prompt:
 
 
 def _messages_in(text: str, name: str) -> list[Any] | None:
-    """Return the messages, or the one, that a text is as JSON; None where it is no such text."""
+    """Return the messages, or the one, that a text is as JSON; None where it is no such text.
+
+    Where one of them is a message so are all that somebody says, though they cannot be taken.
+    """
     if IN_PYTHON.fullmatch(text):
         raise FeedbackRefused(
             Rule.wrong_type,
@@ -741,18 +746,26 @@ def _messages_in(text: str, name: str) -> list[Any] | None:
     except (ValueError, RecursionError):
         return None
     items = said if isinstance(said, list) else [said]
-    return items if items and all(map(is_message, items)) else None
+    return items if all(map(_has_a_role, items)) and any(map(is_message, items)) else None
 
 
 def is_message(item: Any) -> bool:
     """Say whether it can be but a message: an answer may be JSON of something else."""
     if not isinstance(item, dict):
         return False
-    who, said = (item.get("role"), item.get("content")), (item.get("from"), item.get("value"))
+    # Where a tool is called nothing need be said.
+    ways = (("role", "content"), ("from", "value"), ("role", "tool_calls"))
     return any(
-        isinstance(role, str) and role in ROLES and isinstance(content, str | list)
-        for role, content in (who, said)
+        isinstance(role := item.get(who), str)
+        and role in ROLES
+        and said in item
+        and isinstance(item[said], str | list | None)
+        for who, said in ways
     )
+
+
+def _has_a_role(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("role", item.get("from")), str)
 
 
 def _joined(parts: list[Any]) -> str | None:

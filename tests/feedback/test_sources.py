@@ -566,6 +566,76 @@ def test_messages_that_pandas_wrote_into_a_csv_file_as_python_does_are_refused(
     assert (len(events), aside) == (1, [])
 
 
+CALL: dict[str, Any] = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
+CALLED = [*SPOKEN, CALL, {"role": "tool", "content": "Sunny."}, ANSWERED[-1]]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [CALL],
+        CALLED,
+        [{**CALL, "content": "A moment."}, *CALLED[2:]],
+        [{name: CALL[name] for name in ("role", "tool_calls")}],  # without what is None
+        [{"role": "assistant", "content": None, "refusal": "No."}],
+        [{"from": "gpt", "value": None}],
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_messages_without_a_text_are_no_text_of_messages(
+    tmp_path: Path, suffix: str, messages: Any
+) -> None:
+    told = json.dumps(messages)
+    for name, row in (
+        ("pairs", {"prompt": "Why?", "chosen": told, "rejected": "No."}),
+        ("asked", {"prompt": told, "chosen": "Yes.", "rejected": "No."}),
+        ("quality", {"messages": told, "label": True}),
+        ("events", {**THUMBS, "prompt": told}),
+    ):
+        path, frame = tmp_path / f"{name}.{suffix}", pd.DataFrame([row])
+        if suffix == "jsonl":
+            write_lines(path, [row])
+        elif suffix == "parquet":
+            frame.to_parquet(path)
+        else:
+            frame.to_csv(path, index=False)
+        events, aside = read_all(path)
+        assert (events, rules_of(aside)) == ([], [(2 if suffix == "csv" else 1, "wrong_type")])
+        assert "each message's content as text, found" in aside[0].detail or (
+            "a role out of user, human" in aside[0].detail
+        )
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"id": 1, "role": "user", "content": "hi"},
+        {
+            "created": datetime(2026, 5, 1, tzinfo=UTC),
+            "name": None,
+            "role": "user",
+            "content": "hi",
+        },
+        {"content": None, "role": "assistant"},
+        {"role": "assistant", "content": None},
+        CALL,
+    ],
+)
+def test_messages_of_python_are_refused_whatever_they_begin_with(
+    tmp_path: Path, message: dict[str, Any]
+) -> None:
+    path = tmp_path / "p.csv"
+    for messages in (message, [message], [message, *ANSWERED]):
+        pd.DataFrame([{"prompt": messages, "chosen": "Yes.", "rejected": "No."}]).to_csv(path)
+        events, aside = read_all(path)
+        assert (events, rules_of(aside)) == ([], [(2, "wrong_type")])
+        assert "found messages written as Python text; write them as JSON" in aside[0].detail
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -573,6 +643,15 @@ def test_messages_that_pandas_wrote_into_a_csv_file_as_python_does_are_refused(
         "{'from': 'EUR', 'to': 'USD', 'value': '1.08'}",
         '[{"from": "Berlin", "to": "Bonn", "value": "478"}]',
         '{"role": "editor", "content": "x"}',
+        '[{"role": "user", "name": "Ann"}, {"role": "admin", "name": "Bob"}]',
+        '[{"name": "x"}]',
+        '{"total": 5}',
+        '[{"role": "user", "content": "hi"}, {"total": 5}]',
+        "[]",
+        "{}",
+        '{"messages": [{"role": "user", "content": "hi"}]}',
+        "{'messages': [{'role': 'user', 'content': 'hi'}]}",
+        "{'name': 'Ann', 'role': 'user'}",
         "[{'role': 'user', 'content': 'hi'}] gives me a 400, why?",
     ],
 )
