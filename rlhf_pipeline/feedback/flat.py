@@ -36,7 +36,7 @@ COLUMNS = (
     *("shown_first", "interaction_id", "other_interaction_id", "rater_id", "source"),
     *("occurred_at", "tags", "comment", "topic", "idempotency_key"),
 )
-STRUCTURED = ("prompt", "other_prompt", "messages", "chosen", "rejected", "tags", "criteria")
+STRUCTURED = ("tags", "criteria")  # messages are read out of a text by whatever format has them
 NUMBERS = ("quality", "chosen_score", "rejected_score", "score_chosen", "score_rejected", "number")
 SWITCHES = ("tie", "label")
 FORMULA = r"[=+\-@＝＋－＠]"  # OWASP, CSV injection; the wide forms run too

@@ -581,7 +581,7 @@ CALLED = [*SPOKEN, CALL, {"role": "tool", "content": "Sunny."}, ANSWERED[-1]]
         CALLED,
         [{**CALL, "content": "A moment."}, *CALLED[2:]],
         [{name: CALL[name] for name in ("role", "tool_calls")}],  # without what is None
-        [{"role": "assistant", "content": None, "refusal": "No."}],
+        {"role": "assistant", "content": None, "refusal": "No."},
         [{"from": "gpt", "value": None}],
     ],
 )
@@ -659,8 +659,11 @@ def test_what_is_json_or_python_of_something_else_is_the_text_it_is(
     tmp_path: Path, text: str
 ) -> None:
     pair = {"prompt": text, "chosen": text, "rejected": "No."}
-    [told], aside = read_all(write_lines(tmp_path / "pairs.jsonl", [pair]))
-    assert (told.prompt, told.completion, aside) == (user_prompt(text), text, [])
+    table = tmp_path / "pairs.csv"
+    pd.DataFrame([pair]).to_csv(table, index=False)
+    for path in (write_lines(tmp_path / "pairs.jsonl", [pair]), table):
+        [told], aside = read_all(path)
+        assert (told.prompt, told.completion, aside) == (user_prompt(text), text, [])
     # An answer of an event is text, whatever it reads as.
     for answer in (text, json.dumps(ANSWERED), repr(ANSWERED)):
         vote = {**THUMBS, "prompt": text, "completion": answer}
