@@ -47,7 +47,7 @@ from rlhf_pipeline.experiment.live import ANSWERS_AT_ONCE, catch_up, look
 from rlhf_pipeline.experiment.watch import go_back_if_failing
 from rlhf_pipeline.feedback.claims import NO_TRAINING
 from rlhf_pipeline.feedback.inbox import Refused, keep_refused, refused_files, stamp_of
-from rlhf_pipeline.feedback.sources import LINES, why_left
+from rlhf_pipeline.feedback.sources import LINES, in_order, why_left
 from rlhf_pipeline.overview import Overview, overview
 from rlhf_pipeline.records import now
 
@@ -143,7 +143,7 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
     requests, reasons = [], []
     kept, refused = refused_files(settings), dict[str, Refused]()
     if settings.feedback.enabled:
-        for path in sorted(inbox.glob("*/*")):
+        for path in in_order(inbox.glob("*/*")):
             if path.name.startswith("."):
                 continue  # what a program is copying here, or a system leaves in every folder
             if left := why_left(path):

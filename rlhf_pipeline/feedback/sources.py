@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Collection, Iterator, Set
+import re
+from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import tzinfo
@@ -118,7 +119,7 @@ def read(
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return every file in a folder to read, by their names, but for those in a state folder there.
+    """Return every file in a folder to read, `in_order`, but for those in a state folder there.
 
     Snapshots and data sets are made of votes that its store has: read again they would count twice.
     """
@@ -141,13 +142,24 @@ def passed_over(folder: Path) -> list[Path]:
 def _in(folder: Path) -> list[Path]:
     every = list(folder.rglob("*"))
     states = [path.parent for path in every if path.name == STORE]
-    return sorted(
+    return in_order(
         path
         for path in every
         if not path.name.startswith(".")
         and path.is_file()
         and not any(path.is_relative_to(state) for state in states)
     )
+
+
+def in_order(paths: Iterable[Path]) -> list[Path]:
+    """Return the paths by their names, and votes-9 before votes-10: the later vote counts."""
+    return sorted(paths, key=lambda path: ([*map(_with_numbers, path.parts)], path))
+
+
+def _with_numbers(name: str) -> list[str | int]:
+    """Return a name in pieces, every other of them a number; so no text is compared with one."""
+    pieces = re.split("([0-9]+)", name)
+    return [int(piece) if place % 2 else piece for place, piece in enumerate(pieces)]
 
 
 def why_left(path: Path) -> str | None:

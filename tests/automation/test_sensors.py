@@ -400,6 +400,16 @@ def settle(path: Path) -> None:
     os.utime(path, (written, written))
 
 
+def test_dropped_files_are_asked_for_by_the_numbers_in_their_names(ticks: Ticks) -> None:
+    inbox = ticks.state / "inbox" / "numbered"
+    inbox.mkdir(parents=True)
+    for number in (10, 9):
+        (inbox / f"votes-{number}.jsonl").write_text(line(number))
+        settle(inbox / f"votes-{number}.jsonl")
+    found = ticks.tick("dropped_files", ticks.tick("dropped_files").cursor)
+    assert [str(request.run_key).count("votes-9") for request in found.run_requests] == [1, 0]
+
+
 def test_a_dropped_file_is_taken_in_once_it_has_stopped_growing(ticks: Ticks) -> None:
     agent = "dropping"
     inbox = ticks.state / "inbox" / agent

@@ -19,7 +19,7 @@ from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import ingest
 from rlhf_pipeline.feedback.measures import measured
 from rlhf_pipeline.feedback.renaming import Renaming
-from rlhf_pipeline.feedback.sources import AS_IT_IS
+from rlhf_pipeline.feedback.sources import AS_IT_IS, files_in
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import hash_rater
 
@@ -227,6 +227,22 @@ def test_a_folder_is_read_file_by_file_and_an_unreadable_one_is_named(
     assert summary.quarantined == {"damaged_file": 1}
     assert list(summary.unreadable) == [str(folder / "c.jsonl")]
     assert "known format" in summary.unreadable[str(folder / "c.jsonl")]
+
+
+def test_a_folders_files_come_by_the_numbers_in_their_names(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "votes"
+    for name, word in (("may-9/1", "up"), ("may-10/1", "down"), ("may-10/02", "up")):
+        write(folder / f"{name}.jsonl", {**THUMBS, "value": word, "rater": "ann", "tags": [name]})
+    names = [str(path.relative_to(folder)) for path in files_in(folder)]
+    assert names == ["may-9/1.jsonl", "may-10/1.jsonl", "may-10/02.jsonl"]
+    ingest(store, folder, "tea")
+    with store.database.read() as connection:
+        assert (
+            connection.execute(sa.select(db.effective_feedback.c.tags)).scalar_one()
+            == '["may-10/02"]'
+        )
 
 
 def test_of_rows_set_aside_no_more_are_held_than_a_long_one(
