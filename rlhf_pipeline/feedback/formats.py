@@ -290,7 +290,11 @@ def _value(values: Values, kind: FeedbackKind) -> Any:
         except (ValueError, RecursionError):
             refuse(Rule.wrong_type, "criteria as an object of numbers", value)
     if kind is FeedbackKind.criteria and isinstance(value, dict):
-        return {name: _number(v, f"criterion {name[:64]!r}") for name, v in value.items()}
+        return {
+            name: _number(v, f"criterion {name[:64]!r}")
+            for name, v in value.items()
+            if v is not None  # not judged: a column of Parquet has every row's names in each
+        }
     return value
 
 

@@ -112,8 +112,9 @@ VALUES: Mapping[FeedbackKind, Schema] = {
     FeedbackKind.correction: {"type": "string", "pattern": r"\S", "maxLength": LONGEST_TEXT},
     FeedbackKind.preference: {"enum": ["left", "right", "tie", "both_bad"]},
     FeedbackKind.criteria: {
+        "description": "One that is null was not judged; one at least was.",
         "type": "object",
-        "additionalProperties": {"type": "number", "minimum": 0, "maximum": 1},
+        "additionalProperties": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
         "propertyNames": {"minLength": 1, "maxLength": LONGEST_NAME},
         "minProperties": 1,
     },

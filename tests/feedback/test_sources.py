@@ -143,6 +143,20 @@ def test_a_data_set_of_pandas_is_read(tmp_path: Path) -> None:
 BERLIN = Renaming(zone="Europe/Berlin")
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_criterion_that_is_null_was_not_judged(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"judged.{suffix}"
+    judged: list[dict[str, float | None]] = [{"helpful": 0.5}, {"polite": 1.0}, {"helpful": None}]
+    frame = pd.DataFrame([{**THUMBS, "kind": "criteria", "value": value} for value in judged])
+    if suffix == "jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        frame.to_parquet(path)
+    events, aside = read_all(path)
+    assert [event.criteria for event in events] == judged[:2]
+    assert rules_of(aside) == [(3, "value_missing")]
+
+
 def test_moments_without_a_zone_are_of_the_one_that_is_told(tmp_path: Path) -> None:
     told = ("2026-05-01 14:00", "2026-01-01", "2026-05-01T12:00:00Z", "2026-05-01T12:00:00-04:00")
     rows = [{**THUMBS, "completion": when, "occurred_at": when} for when in (*told, "1.5.2026")]

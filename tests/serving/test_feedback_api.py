@@ -108,6 +108,17 @@ def test_a_prompt_is_taken_as_the_chat_takes_it(store: FeedbackStore) -> None:
         assert (refused.status_code, refused.json()["rule"]) == (422, "wrong_type")
 
 
+def test_a_criterion_that_is_null_was_not_judged(store: FeedbackStore) -> None:
+    vote = {**VOTE, "agent_id": "judged", "kind": "criteria"}
+    judged = send(store, {**vote, "value": {"helpful": 0.5, "polite": None}})
+    assert judged.status_code == 200
+    with store.database.read() as connection:
+        query = "SELECT criteria FROM feedback WHERE agent_id = 'judged'"
+        assert json.loads(connection.exec_driver_sql(query).scalar_one()) == {"helpful": 0.5}
+    nothing = send(store, {**vote, "value": {"polite": None}})
+    assert (nothing.status_code, nothing.json()["rule"]) == (422, "value_missing")
+
+
 def test_many_votes_get_an_answer_each(store: FeedbackStore) -> None:
     rows = [
         {**VOTE, "agent_id": "many"},
