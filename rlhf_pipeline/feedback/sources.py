@@ -47,6 +47,9 @@ AS_IT_IS = Renaming()
 MOST_NAMES = 1000  # of a file's columns that are remembered
 MOST_MESSAGES = 10_000  # of one flat tree: what is held while its rows come in
 
+# What pandas calls the numbers of a table's rows where they were saved, as a column of no name.
+INDEX = re.compile(r"Unnamed: 0(\.[0-9]+)?|__index_level_[0-9]+__")
+
 FORMAT_NAMES = ("auto", *(each.name for each in FORMATS))
 
 
@@ -444,6 +447,7 @@ def _events(
         return
     count = 0
     where = {"agent_id": agent_id, "origin": origin[-400:], "source": source, "zone": zone}
+    values = {name: value for name, value in values.items() if not INDEX.fullmatch(name)}
     row = chosen.row(values, told, **where)
     try:
         for event in chosen.events(row):

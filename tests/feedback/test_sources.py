@@ -140,7 +140,21 @@ def test_a_data_set_of_pandas_is_read(tmp_path: Path) -> None:
     assert rules_of(read_all(write_lines(tmp_path / "f.jsonl", [{**THUMBS, "rater": 2e16}]))[1])
 
 
-BERLIN = Renaming(zone="Europe/Berlin")
+def test_the_index_that_pandas_saved_is_no_field(tmp_path: Path) -> None:
+    first, path = tmp_path / "once.csv", tmp_path / "again.csv"
+    frame = pd.DataFrame([{**THUMBS, "completion": name} for name in "abc"])
+    frame.to_csv(first)
+    pd.read_csv(first).to_csv(path)
+    pd.read_csv(path).to_csv(tmp_path / "thrice.csv")
+    pd.read_csv(first).to_parquet(tmp_path / "again.parquet")
+    frame.loc[[2, 0, 1]].to_parquet(tmp_path / "sorted.parquet")
+    keys = {event.idempotency_key for event in read_all(first)[0]}
+    for name in ("again.csv", "thrice.csv", "again.parquet", "sorted.parquet"):
+        events, aside = read_all(tmp_path / name)
+        assert ({event.idempotency_key for event in events}, aside) == (keys, [])
+    numbered = Renaming(columns={"idempotency_key": "Unnamed: 0"})  # unless it is told as one
+    events, _ = read_all(path, renaming=numbered)
+    assert [event.idempotency_key for event in events] == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -155,6 +169,9 @@ def test_a_criterion_that_is_null_was_not_judged(tmp_path: Path, suffix: str) ->
     events, aside = read_all(path)
     assert [event.criteria for event in events] == judged[:2]
     assert rules_of(aside) == [(3, "value_missing")]
+
+
+BERLIN = Renaming(zone="Europe/Berlin")
 
 
 def test_moments_without_a_zone_are_of_the_one_that_is_told(tmp_path: Path) -> None:
