@@ -360,6 +360,8 @@ class Gateway:
                     )
                     if blocked:
                         raise _Stopped(blocked)
+                    if not sure.strip():  # nothing else may come: then it is empty, and not shown
+                        continue
                     draft.sound = len(sure)
                     if at_once and rules.release == "words":
                         yield sure[shown:]

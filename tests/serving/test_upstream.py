@@ -350,6 +350,46 @@ def test_until_words_have_been_shown_the_baseline_answers_instead(
     assert "I do not know." not in streamed.text
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("rest", [chunk("\n ", "stop") + DONE, event({"error": {}}), b""])
+def test_blanks_alone_are_empty_and_the_baselines_turn_however_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: bytes, streams: bool
+) -> None:
+    async def baseline(*given: Any) -> AsyncGenerator[str, None]:
+        yield "I do not know."
+
+    asked = {**ASKED, "stream": streams}
+    with answering(200, chunk("  ") + chunk(" ") + rest) as upstream:
+        world = served_by(upstream, tmp_path)
+        alone = world.ask("POST", "/v1/chat/completions", None, asked)
+        monkeypatch.setattr(Arms, "_from_model", baseline)
+        both = world.ask("POST", "/v1/chat/completions", None, asked)
+    assert alone.status_code == 503
+    assert "I do not " in both.text
+    assert "content_filter" not in both.text
+    database = open_database(f"sqlite:///{tmp_path}/feedback.db")
+    with database.read() as connection:
+        kept = connection.exec_driver_sql("SELECT completion, arm FROM interactions").all()
+    database.close()
+    assert kept == [("I do not know.", "baseline")]
+
+
+def test_blanks_before_the_first_word_are_shown_with_it(tmp_path: Path) -> None:
+    with answering(200, chunk("  ") + chunk("\n ") + chunk("Hello", "stop") + DONE) as upstream:
+        world = served_by(upstream, tmp_path)
+        streamed = world.ask("POST", "/v1/chat/completions", None, {**ASKED, "stream": True})
+    assert '"content": "  \\n Hello"' in streamed.text
+
+
+def test_endless_blanks_are_cut_off_where_any_answer_is(tmp_path: Path) -> None:
+    with answering(200, chunk(" " * 12_000) * 2, pause=PATIENCE) as upstream:
+        world = served_by(upstream, tmp_path)
+        answer = world.ask("POST", "/v1/chat/completions", None, {**ASKED, "stream": True})
+        counts = world.ask("GET", "/v1/chat/events/tea").json()["counts"]
+    assert answer.status_code == 503
+    assert "completion_too_long" in counts
+
+
 def test_without_a_baseline_what_is_sound_of_a_blocked_answer_is_given(tmp_path: Path) -> None:
     with answering(200, chunk("Hello, ") + chunk(BLOCKED, "stop") + DONE) as upstream:
         world = served_by(upstream, tmp_path)
