@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from rlhf_pipeline.erasure import erase, held_about, told
 from rlhf_pipeline.errors import UnknownRater
+from rlhf_pipeline.feedback.rules import LONGEST_RATER
 from rlhf_pipeline.serving.access import right_in, sign, unsign
 from rlhf_pipeline.serving.pages.parts import (
     FORMS,
@@ -43,7 +44,9 @@ if TYPE_CHECKING:
 MINE, ANYBODY = "/your-data", "/raters"
 PURPOSE = "erase"
 CONFIRM_SECONDS = 600  # after which it is asked again
-LONGEST_FORM = 8192  # bytes
+# Bytes. Of each character of the longest name at most 12 are sent and, in the word that confirms
+# it, 16 of what JSON writes as \ud83d\ude00; and as much as any other field needs.
+LONGEST_FORM = 8192 + LONGEST_RATER * (12 + 16)
 NOTHING_YET = "This browser is nobody yet: open the chat first, with cookies let in."
 NOTHING_HELD = "Nothing is held about you."
 REMAINS = (
@@ -245,8 +248,8 @@ def _rater_form(agents: Sequence[str]) -> str:
     options = "".join(f"<option>{inert(agent)}</option>" for agent in agents)
     words = (
         "<label>Rater, as the sender wrote it (of the review page: annotator: and the name, in "
-        'small letters), or the stored hash <input name="rater" required maxlength="1000" '
-        'size="40" id="rater"></label>'
+        'small letters), or the stored hash <input name="rater" required '
+        f'maxlength="{2 * LONGEST_RATER}" size="40" id="rater"></label>'
         '<label>Agent <select name="agent"><option value="">every one</option>'
         f'{options}</select></label><button id="look">Look</button>'
     )

@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 from rlhf_pipeline import database as db
 from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.rules import LONGEST_RATER
 from rlhf_pipeline.files import folder_sha256, write_json
 from rlhf_pipeline.records import (
     Feedback,
@@ -174,6 +175,21 @@ def test_an_id_that_was_sent_with_blanks_is_found_and_is_not_that_without(shop: 
     assert (shop.holds(" frank "), shop.holds("frank")) == (False, True)
     unknown = admin.post(ANYBODY, data={"rater": "frank "}).text
     assert "give the id as it was sent, with any blanks around it" in unknown
+
+
+@pytest.mark.parametrize("letter", ["\N{CJK UNIFIED IDEOGRAPH-738B}", "\N{SPEAKER}"])
+def test_the_longest_name_there_may_be_is_erased(shop: Shop, letter: str) -> None:
+    name = letter * LONGEST_RATER
+    rater = hash_rater("shop", name)
+    thumb = Feedback("shop", FeedbackKind.thumbs, f"{letter} long", number=1.0, rater_id=rater)
+    shop.here.store.append([replace(thumb, prompt=user_prompt("hi"), completion="hello")])
+    admin, typed = shop.browser(), {"rater": name, "agent": "shop"}
+    [room] = re.findall(r'name="rater" required maxlength="(\d+)"', admin.get(ANYBODY).text)
+    assert int(room) >= len(name.encode("utf-16-le")) // 2  # which a browser counts
+    sent = fields(admin.post(ANYBODY, data=typed).text, f"{ANYBODY}/erase")
+    word = fields(admin.post(f"{ANYBODY}/erase", data=sent).text, f"{ANYBODY}/erase")
+    done = admin.post(f"{ANYBODY}/erase", data={**word, "sure": "yes"})
+    assert "It is erased" in done.text
 
 
 def trained_from(shop: Shop, fingerprint: str) -> None:
