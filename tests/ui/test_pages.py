@@ -335,6 +335,32 @@ def test_what_is_typed_while_a_message_is_under_way_stays(
     assert page.input_value("#question textarea") == "half of the next"
 
 
+def test_what_was_not_answered_comes_back_before_what_was_typed_since(
+    page: Any, service: tuple[str, Path]
+) -> None:
+    def unknown(route: Any) -> None:
+        asked = json.loads(route.request.post_data)
+        asked["data"][2] = "nobody"  # the assistant
+        route.continue_(post_data=json.dumps(asked))
+
+    ask(page, service[0], "hello there")
+    page.wait_for_selector("#up")
+    page.route("**/queue/join*", unknown)
+    slowed(page, 2000)
+    for typed, left in (("half of\nthe next", "and then?\nhalf of\nthe next"), ("", "and then?")):
+        page.fill("#question textarea", "and then?")  # the same twice
+        page.click("#send")
+        eventually(lambda: page.input_value("#question textarea") == "")
+        page.fill("#question textarea", typed)
+        eventually(lambda: page.input_value("#question textarea") == left)  # noqa: B023 - at once
+    assert "hello there" in page.inner_text("#talk")
+    slowed(page, 0)
+    page.unroute("**/queue/join*")
+    page.click("#send")
+    eventually(lambda: "and then?" in page.inner_text("#talk") and page.is_visible("#up"))
+    assert page.input_value("#question textarea") == ""
+
+
 def test_a_message_that_cannot_be_sent_comes_back(page: Any, service: tuple[str, Path]) -> None:
     ask(page, service[0], "hello there")
     page.wait_for_selector("#up")

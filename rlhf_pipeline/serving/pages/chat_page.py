@@ -55,6 +55,7 @@ const write = (box, text) => {
   box.value = text;
   box.dispatchEvent(new Event('input', {bubbles: true}));
 };
+const giveBack = (box, text) => write(box, box.value ? `${text}\\n${box.value}` : text);
 window.fetch = async (address, options) => {
   const box = document.querySelector('#question textarea');
   const text = box?.value;
@@ -62,12 +63,18 @@ window.fetch = async (address, options) => {
     && JSON.parse(options.body).data[0] === text;
   if (asks) write(box, '');
   const answer = await join(address, options);
-  if (asks && !answer.ok && !box.value) write(box, text);
+  if (asks && !answer.ok) giveBack(box, text);
   return answer;
 };
+setInterval(() => {
+  const unanswered = document.querySelector('#unanswered textarea');
+  if (!unanswered?.value) return;
+  giveBack(document.querySelector('#question textarea'), unanswered.value);
+  write(unanswered, '');
+}, 100);
 </script>"""
 """Empties the box as its message leaves, and not when the service answers: what is typed in between
-would go with it. What could not be sent comes back."""
+would go with it. What could not be sent, or was not answered, comes back before that."""
 CHOICES: tuple[tuple[Choice, str], ...] = (
     ("left", "Left is better"),
     ("right", "Right is better"),
@@ -90,6 +97,8 @@ def chat_page(desk: Desk, visitors: Visitors, kept_with: str) -> Any:
         moves = gr.State(0)  # how often another one was chosen
         # The id of the answer on the screen: a vote that is late may find another in `answer`.
         seen = gr.Textbox(visible="hidden", label="What is judged", elem_id="seen")
+        # What waits to go back into the box, where only the page knows what was typed since.
+        unanswered = gr.Textbox(visible="hidden", label="What failed", elem_id="unanswered")
         with gr.Row():
             # Which there are, it is told when it opens: the page is the same for every key.
             agent = gr.Dropdown([], value=None, label="Assistant", elem_id="agent")
@@ -177,7 +186,7 @@ def chat_page(desk: Desk, visitors: Visitors, kept_with: str) -> Any:
             elem_id="your-data",
         )
 
-        shown = [talk, question, notice, history, answer, first, thumbs, more, pair, left, right]
+        shown = [talk, unanswered, notice, history, answer, first, thumbs, more, pair, left, right]
         asked = [question, history, agent, session, pair_mode, answer, seen]
         said = [stars, better, comment, *sliders, seen]
         answering = gr.on(  # one event, so that no second answer begins beside the first
@@ -363,7 +372,7 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
             unseen = same if answer is None else UNDER_WAY
             nothing = (*[same] * (2 + len(UNSAID)), unseen, _closed(gr))
             rest = (history, same, same, *[hidden] * 3, *nothing)
-            yield (waiting, same, notice, *rest)  # the page has emptied its box by itself
+            yield (waiting, same, notice, *rest)
             session = session or uuid7()
             who = visitors.person(request.cookies) or session  # where no cookies are let in
             client = getattr(request, "client", None)
@@ -422,7 +431,7 @@ def _finished(
         ask = f"{CUT_OFF[answer.ending]} {ask}"
     return (
         messages,
-        gr.skip(),  # the next question may be half written
+        gr.skip(),
         f"{notice} {ask}".strip(),
         turns,
         answer,
