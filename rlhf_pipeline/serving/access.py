@@ -79,6 +79,7 @@ RATE_PER_SECOND, BURST = 1000.0, 2000.0  # requests of one key, and at once afte
 INTERACTION = re.compile(r"[!-~]{1,36}")
 HERE = re.compile(r"/(?![/\\])[!-~]{0,500}")  # a path of this service; two slashes begin another's
 SAFE = ("GET", "HEAD", "OPTIONS")
+FORM_TYPES = ("application/x-www-form-urlencoded", "multipart/form-data")  # as browsers send them
 TOKEN_FIELDS = frozenset(
     "agent_id kind value interaction_id rater comment tags topic idempotency_key".split()
 )
@@ -499,12 +500,14 @@ def _refusal(scope: Scope, refusal: _Refused) -> Response:
     wants_page = "text/html" in Headers(scope=scope).get("accept", "")
     if refusal.status_code == 401 and wants_page and scope["path"] == SIGN_OUT:
         return RedirectResponse("/sign-in", 303)  # the session has ended by itself
-    if refusal.status_code in (401, 403) and wants_page and scope.get("method") == "GET":
-        asked = scope.get("query_string", b"").decode("latin-1")
-        to = scope["path"] + (f"?{asked}" if asked else "")
-        sign_in = f"/sign-in?{urlencode({'to': to})}"
-        if refusal.status_code == 401:
-            return RedirectResponse(sign_in, 303)
+    asked = scope.get("query_string", b"").decode("latin-1")
+    to = scope["path"] + (f"?{asked}" if asked else "")
+    sign_in = f"/sign-in?{urlencode({'to': to})}"
+    opens = wants_page and scope.get("method") == "GET"
+    # A form is sent again from the page that it is on, to which its own address leads.
+    if refusal.status_code == 401 and (opens or (wants_page and _sends_a_form(scope))):
+        return RedirectResponse(sign_in, 303)
+    if refusal.status_code == 403 and opens:
         nonce = new_nonce()
         body = (
             f"<h1>Not with this key</h1><p>{inert(refusal.detail)}</p>"
@@ -522,6 +525,12 @@ def _refusal(scope: Scope, refusal: _Refused) -> Response:
         return page_of(whole("Too long", body, nonce), nonce, TOO_LARGE)
     code, headers = refusal.status_code, refusal.headers
     return refused(scope["path"], code, refusal.detail, headers=headers)
+
+
+def _sends_a_form(scope: Scope) -> bool:
+    """Say whether a page's form is sent; programs, some of which accept HTML too, send JSON."""
+    sent = Headers(scope=scope).get("content-type", "").lower()
+    return scope.get("method") == "POST" and sent.startswith(FORM_TYPES)
 
 
 def _sign_in_page(said: str, to: str, status: int = 200) -> Response:

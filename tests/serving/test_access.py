@@ -459,6 +459,29 @@ def test_a_browser_signs_in_with_a_key_and_stays_on_its_own_pages(world: World) 
     assert world.ask("GET", "/v1/models", cookie=kept).status_code == 401
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "Multipart/form-data; b=x"])
+def test_a_form_that_is_sent_after_the_session_ended_leads_to_sign_in(
+    world: World, kind: str
+) -> None:
+    """And from there to where it was sent, which leads to the page it is on."""
+
+    def sent(path: str, **headers: str) -> httpx.Response:
+        return world.ask("POST", path, **{"accept": "text/html,*/*", **headers})
+
+    for path in ("/raters/erase", "/candidates/tea"):
+        shown = sent(path, content_type=kind)
+        to = {"to": path}
+        assert (shown.status_code, shown.headers["location"]) == (303, f"/sign-in?{urlencode(to)}")
+    form = {"content_type": "application/x-www-form-urlencoded"}
+    back = _sign_in(world, world.admin, form, to="/raters/erase")
+    assert back.headers["location"] == "/raters/erase"
+    # Some programs accept HTML too, and must not take a page for an answer.
+    as_programs: list[dict[str, str]] = [{"content_type": "application/json"}, {}]
+    for headers in (*as_programs, {"content_type": kind, "accept": "*/*"}):
+        told = sent("/v1/feedback", **headers)
+        assert (told.status_code, "needed an API key" in told.json()["error"]) == (401, True)
+
+
 def test_a_browser_signs_out_from_our_own_pages_alone(world: World) -> None:
     form = {"content_type": "application/x-www-form-urlencoded"}
     for key in (world.admin, world.client, world.tea):

@@ -26,6 +26,7 @@ from rlhf_pipeline.serving.access import right_in, sign, unsign
 from rlhf_pipeline.serving.pages.parts import (
     FORMS,
     STYLE,
+    add_form,
     answer,
     inert,
     new_nonce,
@@ -94,12 +95,10 @@ def add_data_pages(
         _DataPage(MINE, "Your data", settings, registry, secret, person, lambda: ""),
         _DataPage(ANYBODY, "A rater's data", settings, registry, secret, rater, rater_form),
     ):
-        for below, route, methods in (
-            ("", page.show, ["GET", "POST"]),  # an id in an address would stay in the history
-            ("/download", page.download, ["POST"]),
-            ("/erase", page.erase, ["POST"]),
-        ):
-            app.add_api_route(page.path + below, route, methods=methods, include_in_schema=False)
+        methods = ["GET", "POST"]  # an id in an address would stay in the history
+        app.add_api_route(page.path, page.show, methods=methods, include_in_schema=False)
+        add_form(app, page.path, "/download", page.download)
+        add_form(app, page.path, "/erase", page.erase)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,16 @@ from rlhf_pipeline.feedback.export import What
 from rlhf_pipeline.feedback.rules import AGENT_ID, MEANINGS, Rule
 from rlhf_pipeline.serving.access import LONGEST_BODY, sign, unsign
 from rlhf_pipeline.serving.pages.data_page import form_of
-from rlhf_pipeline.serving.pages.parts import FORMS, STYLE, answer, inert, new_nonce, table, whole
+from rlhf_pipeline.serving.pages.parts import (
+    FORMS,
+    STYLE,
+    add_form,
+    answer,
+    inert,
+    new_nonce,
+    table,
+    whole,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -113,12 +122,9 @@ def add_files_page(
         except FeedbackError as error:
             return await run_in_threadpool(refused, error)
 
-    for path, route, method in (
-        (PATH, show, "GET"),
-        (f"{PATH}/take", take, "POST"),
-        (f"{PATH}/give", give, "POST"),
-    ):
-        app.add_api_route(path, route, methods=[method], include_in_schema=False)
+    app.add_api_route(PATH, show, include_in_schema=False)
+    add_form(app, PATH, "/take", take)
+    add_form(app, PATH, "/give", give)
 
 
 def _short(name: str) -> str:

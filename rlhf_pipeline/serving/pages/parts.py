@@ -12,13 +12,14 @@ import io
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
     from matplotlib.figure import Figure
 
 STYLE = """
@@ -115,6 +116,15 @@ def to_first(
         return RedirectResponse(f"{path}/{quote(known[0])}") if known else nobody()
 
     return first
+
+
+def add_form(app: FastAPI, page: str, below: str, route: Callable[..., Any]) -> None:
+    """Have what a form of the page sends answered below it; who opens that is led to the page.
+
+    A browser opens it where it asks again for what was sent last, or after a sign-in.
+    """
+    app.add_api_route(page + below, route, methods=["POST"], include_in_schema=False)
+    app.add_api_route(page + below, lambda: RedirectResponse(page), include_in_schema=False)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

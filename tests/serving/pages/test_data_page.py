@@ -232,6 +232,14 @@ def test_an_erasure_waits_while_the_agent_is_trained(shop: Shop) -> None:
     assert shop.holds("eve")
 
 
+def test_who_opens_the_address_that_a_form_was_sent_to_is_shown_its_page(shop: Shop) -> None:
+    shop.said("gil")
+    for page in (MINE, ANYBODY):
+        for below in ("/erase", "/download"):
+            opened = shop.browser("gil").get(page + below)
+            assert (opened.status_code, opened.url.path) == (200, page)
+
+
 def test_only_an_admins_key_opens_anybodys_data_and_only_from_our_own_page(shop: Shop) -> None:
     shop.said("fay")
     keys = [shop.keys.create("admin"), shop.keys.create("client")]

@@ -68,6 +68,14 @@ def office(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
     made.here.store.database.close()
 
 
+@pytest.mark.parametrize("below", ["/take", "/give"])
+def test_who_opens_the_address_that_a_form_was_sent_to_is_shown_the_page(
+    office: Office, below: str
+) -> None:
+    opened = office.admin.get(PATH + below)
+    assert (opened.status_code, opened.url.path) == (200, PATH)
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_what_is_written_out_is_taken_in_again(office: Office, kind: str) -> None:
     given = office.admin.post(f"{PATH}/give", data={"agent": "tea", "kind": kind})
