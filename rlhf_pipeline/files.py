@@ -30,6 +30,8 @@ from rlhf_pipeline.fence import need_right_to_write
 SQLITE = "sqlite:///"  # before a path, in a URL
 LONGEST_NAME = 255  # bytes, on any file system of today
 LEAST_ROOM = 2**20  # bytes free on a disk that is not called full
+# As Rust words it: safetensors and the tokenizers raise no OSError.
+RUSTS_FULL_DISK = re.compile(rf"\(os error ({errno.ENOSPC}|{errno.EDQUOT})\)")
 
 
 @contextmanager
@@ -37,8 +39,8 @@ def new_folder(directory: str | Path, *, private: bool = False) -> Iterator[Path
     """Yield an empty folder beside `directory` that takes its place when the block ends well.
 
     One that is `private` its owner alone may enter. If the block raises, the folder is removed and
-    `directory` is left as it was. Where safetensors could not write, on a full disk for one, it
-    raises OSError as every other writer does.
+    `directory` is left as it was. Where safetensors or the tokenizers could not write, on a full
+    disk for one, it raises OSError as every other writer does.
     """
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -51,6 +53,9 @@ def new_folder(directory: str | Path, *, private: bool = False) -> Iterator[Path
         _move_into_place(aside, target)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if full := RUSTS_FULL_DISK.search(str(error)):
+            number = int(full[1])
+            raise OSError(number, os.strerror(number), str(target)) from error
         if str(error).startswith("Error while serializing"):  # safetensors', which is no OSError
             raise OSError(f"{target} cannot be written: {error}; make room there") from error
         raise

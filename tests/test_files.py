@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tokenizers import Tokenizer, models
 
 from automation import processes
 from rlhf_pipeline.database import open_database
@@ -133,6 +134,18 @@ def test_a_folder_that_cannot_be_moved_into_place_leaves_the_former_one(
         pass
     assert (target / "a.txt").read_text() == "first"
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_full_disk_is_the_same_to_writers_in_rust_as_to_all_others(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with pytest.raises(OSError, match="No space left") as found, new_folder(target):
+        Tokenizer(models.BPE()).save("/dev/full")
+    why = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+    assert no_room(found.value) == no_room(why) != ""
+    with pytest.raises(OSError, match="quota") as found, new_folder(target):
+        raise Exception(f"Error while serializing: I/O error: (os error {errno.EDQUOT})")
+    assert found.value.errno == errno.EDQUOT
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_digests_are_those_of_the_contents(tmp_path: Path) -> None:
