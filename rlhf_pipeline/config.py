@@ -39,7 +39,7 @@ from rlhf_pipeline.cron import checked_cron
 from rlhf_pipeline.errors import ConfigError, ModelError, SourceError
 from rlhf_pipeline.feedback.rules import AGENT_ID
 from rlhf_pipeline.files import SQLITE, read_yaml, sqlite_path, sqlite_url
-from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
+from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, LEAST_TEMPERATURE, PpoSettings
 from rlhf_pipeline.reward.remote import parts_of
 from rlhf_pipeline.reward.settings import CRITERION, LEARNED, FunctionSettings, spelt_out
 from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
@@ -165,8 +165,10 @@ class PolicySettings(Section):
     max_completion_tokens: Positive = Field(
         48, description="Longest completion, in tokens, its end token counted."
     )
-    temperature: Annotated[float, Field(gt=0, le=2)] = Field(
-        1.0, description="Divides the logits wherever completions are sampled or scored."
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=2)] = Field(
+        1.0,
+        description="Divides the logits wherever completions are sampled or scored. At least 1e-6: "
+        "what is divided by less leaves the range of float32.",
     )
 
     @property

@@ -192,6 +192,7 @@ def test_one_mistake_is_not_told_as_another(recipe: Any) -> None:
         ("policy: 3", "policy: Input should be a valid dictionary"),
         ("reward: {kinds: [thumbs]}", "by name (`name: value`), found ['thumbs']"),
         ("feedback: {evaluation_share: 1.0}", "evaluation_share: Input should be less than 1"),
+        ("policy: {temperature: 1.0e-20}", "temperature: Input should be greater than or equal to"),
         ("promotion: {gate: {kl_stop: off}}", "promotion.gate.kl_stop: needed a number, found f"),
         ("promotion: {watch_days: no}", "promotion.watch_days: needed a number, found false"),
         ("ppo: {updates: yes}", "ppo.updates: needed a number, found true, as YAML reads on or y"),

@@ -14,6 +14,9 @@ from typing import Any, ClassVar, Literal
 
 from rlhf_pipeline.errors import ConfigError
 
+LEAST_TEMPERATURE = 1e-6
+"""Logits divided by next to nothing leave the range of float32, or their squares in the metrics do:
+at 1e-20 no metric can be written, at 1e-39 the model looks damaged."""
 SEEDS = 2**32  # as many as numpy and scikit-learn take
 LARGEST_KL_ERROR = 0.2  # arXiv:1909.08593: the proportional error is clipped to +-0.2
 
@@ -204,6 +207,8 @@ class PpoSettings:
         for name in ("gamma", "gae_lambda", "turn_gamma", "turn_gae_lambda"):
             yield from self._unless(0 <= getattr(self, name) <= 1, name, "between 0 and 1")
         yield from self._unless(self.clip_range < 1, "clip_range", "below 1")
+        warm = math.isfinite(self.temperature) and self.temperature >= LEAST_TEMPERATURE
+        yield from self._unless(warm, "temperature", f"finite and at least {LEAST_TEMPERATURE:g}")
         finite = self.missing_eos_score is None or math.isfinite(self.missing_eos_score)
         yield from self._unless(finite, "missing_eos_score", "a finite number, or null")
         yield from self._unless(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
@@ -291,7 +296,7 @@ _AT_LEAST_ONE = (
     "completions_at_once"
 ).split()
 _ABOVE_ZERO = (
-    "temperature kl_target dpo_beta score_clip clip_range value_clip_range learning_rate "
+    "kl_target dpo_beta score_clip clip_range value_clip_range learning_rate "
     "critic_learning_rate adam_eps importance_cap replay_cap max_grad_norm lora_alpha max_kl "
     "ratio_tolerance max_repetition"
 ).split()

@@ -17,7 +17,9 @@ from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
     ("changes", "message"),
     [
         ({"updates": 0}, "ppo.updates must be at least 1: found 0"),
-        ({"temperature": 0.0}, "ppo.temperature must be above 0"),
+        ({"temperature": 0.0}, "ppo.temperature must be finite and at least 1e-06: found 0.0"),
+        ({"temperature": 9e-7}, "ppo.temperature must be finite and at least 1e-06: found 9e-07"),
+        ({"temperature": math.inf}, "ppo.temperature must be finite and at least 1e-06: found inf"),
         ({"learning_rate": float("nan")}, "ppo.learning_rate must be above 0"),
         ({"kl_coef": -0.1}, "ppo.kl_coef must be 0 or more"),
         ({"gamma": 1.1}, "ppo.gamma must be between 0 and 1"),

@@ -29,6 +29,7 @@ from rlhf_pipeline.ppo.optimising import (
 )
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
 from rlhf_pipeline.ppo.rollout import Rollouts, sample_completions
+from rlhf_pipeline.ppo.settings import LEAST_TEMPERATURE
 from rlhf_pipeline.ppo.state import Progressed
 from rlhf_pipeline.ppo.watching import choose_update, reason_to_stop, updates_by_preference
 from rlhf_pipeline.records import Prompt, RewardInput, ScoreMoments, user_prompt
@@ -652,10 +653,11 @@ def test_every_variant_trains(base: Path, tmp_path: Path, changes: dict[str, Any
     assert result.chosen_update == 1
 
 
+@pytest.mark.parametrize("temperature", [1e-4, LEAST_TEMPERATURE])
 def test_a_batch_of_equal_completions_trains_without_numbers_that_are_not(
-    base: Path, tmp_path: Path
+    base: Path, tmp_path: Path, temperature: float
 ) -> None:
-    settings = changed(updates=1, temperature=1e-4, kl_coef=0.0, ratio_tolerance=1.0)
+    settings = changed(updates=1, temperature=temperature, kl_coef=0.0, ratio_tolerance=1.0)
     prompts = [user_prompt("hi")]
     result = train(base, tmp_path, settings, prompts=prompts, watch_prompts=prompts)
     assert result.history[0]["rollout/entropy"] == pytest.approx(0, abs=1e-3)
