@@ -103,11 +103,11 @@ class Rollouts:
 def join_rows(parts: Sequence[Tensor], *, on_the_left: bool = False) -> Tensor:
     """Return tensors (B, width, …) below each other, the narrower ones filled up with 0."""
     width = max(part.shape[1] for part in parts)
-    wide = []
-    for part in parts:
-        filling = part.new_zeros(part.shape[0], width - part.shape[1], *part.shape[2:])
-        wide.append(torch.cat([filling, part] if on_the_left else [part, filling], 1))
-    return torch.cat(wide)
+    joined = parts[0].new_zeros(sum(map(len, parts)), width, *parts[0].shape[2:])
+    for part, rows in zip(parts, torch.split(joined, [len(part) for part in parts]), strict=True):
+        start = width - part.shape[1] if on_the_left else 0
+        rows[:, start : start + part.shape[1]] = part
+    return joined
 
 
 def join_tokens(parts: Sequence[Tokens]) -> Tokens:

@@ -15,6 +15,7 @@ from rlhf_pipeline.ppo.rollout import (
     Tokens,
     apply_eos_trick,
     ends_with_stop_token,
+    join_rows,
     measure,
     microbatches,
     rewards_per_token,
@@ -30,6 +31,18 @@ def tokens_of(prompts: list[list[int]], completions: list[list[int]]) -> Tokens:
     """Return prompts (0 is padding on the left) and completions (0 is padding on the right)."""
     prompt_ids, completion_ids = torch.tensor(prompts), torch.tensor(completions)
     return Tokens(prompt_ids, prompt_ids != PAD, completion_ids, completion_ids != PAD)
+
+
+@pytest.mark.parametrize("on_the_left", [False, True])
+def test_rows_are_joined_without_a_second_copy_of_them(on_the_left: bool) -> None:
+    parts = [torch.ones(rows, width, 3) for rows, width in ((2, 4), (1, 7), (3, 0))]
+    with torch.profiler.profile(profile_memory=True) as watched:
+        joined = join_rows(parts, on_the_left=on_the_left)
+    filled = joined.flip(1) if on_the_left else joined
+    assert filled[..., 0].sum(1).tolist() == [4, 4, 7, 0, 0, 0]
+    assert filled[:, :4].all(-1).all(-1).tolist() == [True, True, True, False, False, False]
+    made = sum(max(event.self_cpu_memory_usage, 0) for event in watched.key_averages())
+    assert made == joined.nbytes
 
 
 def test_only_the_stop_token_within_the_completion_ends_it() -> None:
