@@ -65,6 +65,15 @@ SHAPES = {
         *(3, 128, 1024, 64, 48), 2, rollouts_per_update=128, epochs=2, critic="shared"
     ),
     "4 x 256": shape(4, 256, 4096, 16, 48, rollouts_per_update=64, epochs=1),
+    "narrowed, replayed": shape(
+        *(1, 64, 8192, 16, 32),
+        rollouts_per_update=128,
+        epochs=1,
+        minibatches=8,
+        critic="shared",
+        top_k=50,
+        replay_updates=1,
+    ),
     "GPT-2 vocabulary": shape(
         2, 768, 50257, 64, 64, rollouts_per_update=8, epochs=1, minibatches=2, critic="shared"
     ),

@@ -85,6 +85,7 @@ SHARE_USED = 0.9  # of the memory found that a plan may fill; others live there 
 PROBE_TOKENS = 1024  # in the probe's microbatch
 REHEARSALS = 3  # passes after which freed blocks lie about as they do in a run
 RESIDENT = ("policy", "critic", "reference", "reward models", "optimiser", "rollouts")
+JOINED = "rollouts, joined"  # in one rectangle, beside those collected, with what is learned from
 OTHERS = "other specialists"
 RECIPE_NAMES = {  # where recipes set what PPO shares with other stages
     "lora_rank": "policy.lora.enabled true with rank",
@@ -214,9 +215,9 @@ def make_plan(
     scoring = max(peak for _, peak, _ in scored)
     head = state_width(model.config) + 1 if settings.has_critic else 0
     critic = (moved if adapts else trunk) * separate + head
-    narrows = settings.top_k > 0 or settings.top_p < 1
-    reach = narrows * settings.max_completion_tokens * -(-_vocabulary(model) // 8)  # a bit a token
-    rollout = (2 * 8 + 2) * longest + 8 * FULL * settings.max_completion_tokens + reach
+    reach = settings.max_completion_tokens * _bytes_of_reach(model, settings)
+    collected = (8 + 1) * longest + 2 * FULL * settings.max_completion_tokens + reach
+    learned_from = collected + 6 * FULL * settings.max_completion_tokens
     rollouts = settings.rollouts_per_update * settings.max_turns
     parts = {
         "policy": frozen * here + (FULL * moved if adapts else 0),
@@ -224,7 +225,8 @@ def make_plan(
         "reference": 0 if alone else frozen * own,
         "reward models": sum(held_apart),
         "optimiser": 2 * FULL * (moved + critic),
-        "rollouts": rollouts * rollout * (1 + settings.replay_updates),
+        "rollouts": rollouts * collected * (1 + settings.replay_updates),
+        JOINED: rollouts * learned_from * (1 + settings.replay_updates),
         "gradients": FULL * (moved + critic),
         "activations, logits": max(0, training - FULL * (moved + critic)),
         "keys and values": cached,
@@ -236,8 +238,8 @@ def make_plan(
     phases = {
         # What was in reach stands twice while the parts of a batch are put together.
         "sample": resident + sampling + cached + rollouts * reach,
-        "measure": resident + max(measuring, scoring),
-        "train": resident + training,
+        "measure": resident + max(parts[JOINED] + measuring, scoring),
+        "train": resident + parts[JOINED] + training,
     }
     if parts["merged weights"]:
         phases["save"] = resident + parts["merged weights"]
@@ -393,7 +395,8 @@ def rehearse(config: Any, plan: Plan) -> Plan:
     tensors = unique_bytes([p for net in networks for p in net.parameters()] + moments)
     parts = dict(plan.parts) | {"libraries": max(0, _settled_memory() - before - tensors)}
     resident = sum(parts[name] for name in (*RESIDENT, "libraries"))
-    held["measure"] = max(held["measure"], parts["scoring"])
+    held["measure"] = max(parts[JOINED] + held["measure"], parts["scoring"])
+    held["train"] += parts[JOINED]
     if "save" in plan.phases:
         held["save"] = plan.parts["merged weights"]
     return replace(plan, parts=parts, phases={n: resident + size for n, size in held.items()})
@@ -625,7 +628,10 @@ def _forward(model: Any, rows: int, settings: PpoSettings, *, values: bool = Fal
             return hidden.float().sum()
         tokens = torch.zeros(rows * T, dtype=torch.long, device=device)
         states = hidden.index_select(0, torch.arange(rows * T, device=device))
-        return state_logprobs(model, states, tokens, settings.temperature, as_on=kind).sum()
+        within = None
+        if reach := _bytes_of_reach(model, settings):
+            within = torch.full((rows * T, reach), 255, dtype=torch.uint8, device=device)
+        return state_logprobs(model, states, tokens, settings.temperature, within, as_on=kind).sum()
 
 
 def _decode(model: Any, settings: PpoSettings, tokens: int, *, most: int | None = None) -> None:
@@ -705,6 +711,12 @@ def _peak_of_sampling(model: Any, settings: PpoSettings) -> tuple[int, int]:
 
 def _vocabulary(model: Any) -> int:
     return int(output_head(model).weight.shape[0])
+
+
+def _bytes_of_reach(model: Any, settings: PpoSettings) -> int:
+    """Return the bytes that tell what top_k and top_p left in reach of a draw; 0 where all is."""
+    narrows = settings.top_k > 0 or settings.top_p < 1
+    return narrows * -(-_vocabulary(model) // 8)  # a bit for each token there is
 
 
 def _cache_bytes(cache: DynamicCache, settings: PpoSettings) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig, PretrainedConfig
 from typer.testing import CliRunner
 
@@ -24,7 +25,9 @@ from rlhf_pipeline.policy.tiny import tiny_config
 from rlhf_pipeline.ppo import plan as plan_module
 from rlhf_pipeline.ppo.plan import (
     FULL,
+    JOINED,
     NO_MODELS,
+    RESIDENT,
     RewardModels,
     check_fits,
     make_plan,
@@ -32,6 +35,8 @@ from rlhf_pipeline.ppo.plan import (
     read_config,
     rehearse,
 )
+from rlhf_pipeline.ppo.replay import Collected, Replay
+from rlhf_pipeline.ppo.rollout import Tokens
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from tests.ppo.test_learner import save_reward
 from tests.ppo.world import changed, learner_at, tiny_policy
@@ -57,6 +62,49 @@ def test_a_plan_counts_what_a_narrowed_draw_had_in_reach() -> None:
     more = narrowed.parts["rollouts"] - wide.parts["rollouts"]
     assert more == bits * (1 + settings.replay_updates)
     assert narrowed.phases["sample"] - wide.phases["sample"] >= 2 * bits
+
+
+@pytest.mark.parametrize("narrowing", [{"top_k": 50}, {"top_p": 0.9}])
+def test_a_plan_narrows_what_it_measures_and_trains_on(narrowing: dict[str, Any]) -> None:
+    config = tiny_config(8192, layers=1, width=32, heads=2, context=64)
+    settings = changed(minibatches=1, tokens_per_microbatch=10_000, device="cpu", **narrowing)
+    plan = make_plan(config, settings, NO_MODELS)
+    logits = settings.rollouts_per_update * settings.max_completion_tokens * 8192
+    least = (2 * FULL + 1) * logits  # as they were, a bool for each, and as they are within reach
+    assert plan.phases["measure"] - sum(plan.parts[name] for name in RESIDENT) >= least
+    assert plan.parts["activations, logits"] >= least
+
+
+def test_a_plan_counts_replayed_rollouts_as_they_came_and_as_they_are_joined() -> None:
+    settings = changed(replay_updates=2, top_k=50, device="cpu")
+    B, P, T = (
+        settings.rollouts_per_update,
+        settings.max_prompt_tokens,
+        settings.max_completion_tokens,
+    )
+
+    def collected() -> Collected:
+        ids, mask = (torch.zeros(B, P + T, dtype=kind) for kind in (torch.long, torch.bool))
+        support = torch.zeros(B, T, -(-290 // 8), dtype=torch.uint8)
+        tokens = Tokens(ids[:, :P], mask[:, :P], ids[:, P:], mask[:, P:], support)
+        logprobs, of_each = torch.zeros(2, B, T), torch.zeros(3, B, dtype=torch.long)
+        return Collected(tokens, *logprobs, *of_each)
+
+    def tensors(part: Collected) -> list[Tensor]:
+        of_tokens = [getattr(part.tokens, field.name) for field in fields(Tokens)]
+        return [*of_tokens, part.logprobs, part.reference_logprobs]
+
+    replay = Replay(settings.replay_updates)
+    for _ in range(2):
+        replay.keep(collected())
+    fresh = collected()
+    parts = [fresh, *replay.earlier, replay.beside(fresh)[0]]
+    held = unique_bytes([tensor for part in parts for tensor in tensors(part)])
+    plan = make_plan(LLAMA, settings, NO_MODELS)
+    learned_from = 6 * FULL * 3 * B * T  # old log-probabilities, values, rewards and such
+    assert plan.parts["rollouts"] + plan.parts[JOINED] == held + learned_from
+    rest = sum(plan.parts[name] for name in ("gradients", "activations, logits"))
+    assert plan.phases["train"] - rest > held
 
 
 def test_a_plan_counts_every_turn_and_what_is_replayed_among_what_is_trained_on() -> None:
