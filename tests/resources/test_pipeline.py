@@ -271,6 +271,13 @@ def test_a_version_whose_people_an_upstream_answers_waits_for_a_person(
     assert champion.version == 0
 
 
+def take_in_a_vote(pipeline: Pipeline, tmp_path: Path) -> None:
+    votes = tmp_path / "votes.jsonl"
+    vote = {"kind": "thumbs", "prompt": "Why?", "completion": "Because.", "value": "up"}
+    write_text(votes, json.dumps({**vote, "rater": "ann"}))
+    ingest(pipeline.store, votes, "a")
+
+
 def another(ledger: PromotionLedger, tmp_path: Path) -> ModelVersion:
     """Return a version that passed the gate, of votes of its own."""
     return ledger.add_version(
@@ -577,10 +584,7 @@ def test_no_failed_run_goes_on_with_what_had_learned_from_somebody_erased_since(
 def test_no_failed_run_goes_on_with_votes_that_were_taken_back(
     pipeline: Pipeline, tmp_path: Path
 ) -> None:
-    votes = tmp_path / "votes.jsonl"
-    vote = {"kind": "thumbs", "prompt": "Why?", "completion": "Because.", "value": "up"}
-    write_text(votes, json.dumps({**vote, "rater": "ann"}))
-    ingest(pipeline.store, votes, "a")
+    take_in_a_vote(pipeline, tmp_path)
     claim = pipeline.claims.claim("a", "f" * 64, 1, holder="run", asked_by="person")
     pipeline.end_without_verdict(claim, "disk full", "FAILED")
     assert pipeline.store.withdraw("a", pipeline.store.keys_from("a", "votes.jsonl")) == (1, 0)
@@ -597,10 +601,7 @@ def test_what_learned_from_votes_that_were_taken_back_meanwhile_waits_for_a_pers
     pipeline: Pipeline, tmp_path: Path
 ) -> None:
     """Where chosen and rejected are swapped, the same file's pairs judge its candidate."""
-    votes = tmp_path / "votes.jsonl"
-    vote = {"kind": "thumbs", "prompt": "Why?", "completion": "Because.", "value": "up"}
-    write_text(votes, json.dumps({**vote, "rater": "ann"}))
-    ingest(pipeline.store, votes, "a")
+    take_in_a_vote(pipeline, tmp_path)
     turn = judged(pipeline, tmp_path, PASSED)
     pipeline.store.set_agent("a", automatic_promotion=True)
     assert pipeline.store.withdraw("a", pipeline.store.keys_from("a", "votes.jsonl")) == (1, 0)
