@@ -730,7 +730,7 @@ def test_a_run_keeps_nothing_of_who_lost_the_claim(
             (run.log_json, ("a.json", {})),
             (run.log_table, ("b.json", [{"a": 1}])),
             (run.log_text, ("c.md", "")),
-            (run.log_file, (tmp_path / "page.html",)),
+            (run.log_file, (tmp_path / "page.html", "evaluation")),
         ]
         for log, given in late:
             with writing_while(lost), pytest.raises(ClaimLost):
