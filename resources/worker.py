@@ -23,7 +23,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config import ExperimentSettings, Settings
+from rlhf_pipeline.config import ExperimentSettings, RewardSettings, Settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS, place_of
@@ -111,21 +111,21 @@ def same_work(stage: str, spec: Mapping[str, Any]) -> str:
     this one goes on from, as what work its files were left.
     """
     parts = {key: value for key, value in spec.items() if key != "token"}
-    parts["settings"] = _that_train(stage, spec["settings"])
+    settings = settings_from(spec["settings"])
+    parts["settings"] = _that_train(stage, spec["settings"], settings.reward)
     every = [place_of(Path(spec["data"]) / name) for name in DATA_SETS]
     sets = {path.name: file_sha256(path) for path in every if path.exists()}
     before = Path(spec["work"]) / f"{GOES_ON_FROM.get(stage)}.json"
     goes_on_from = read_json(before)["work"] if before.exists() else None
-    read = [parts, sets, _read_besides(stage, spec), goes_on_from]
+    read = [parts, sets, _read_besides(stage, spec, settings), goes_on_from]
     return hashed(stage, json.dumps(read, sort_keys=True))
 
 
-def _read_besides(stage: str, spec: Mapping[str, Any]) -> list[str]:
+def _read_besides(stage: str, spec: Mapping[str, Any], settings: Settings) -> list[str]:
     """Return digests of what a stage reads that lies in no folder of the turn.
 
     Each file is read once more than the stage reads it itself, so that costs little beside that.
     """
-    settings = settings_from(spec["settings"])
     base: str | Path | None = None
     files: list[Path] = []
     digests: list[str] = []
@@ -152,13 +152,12 @@ def _read_besides(stage: str, spec: Mapping[str, Any]) -> list[str]:
     return digests + [file_sha256(path) for path in files if path.is_file()]
 
 
-def _that_train(stage: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _that_train(stage: str, settings: Mapping[str, Any], reward: RewardSettings) -> dict[str, Any]:
     from rlhf_pipeline.reward.named import as_scored
 
     kept = {name: value for name, value in settings.items() if name not in TRAIN_NOTHING}
     for section, names in TRAIN_NOTHING_IN.items():
         kept[section] = {n: value for n, value in settings[section].items() if n not in names}
-    reward = settings_from(settings).reward
     scored = reward.model_copy(update={"functions": as_scored(reward.functions)})
     unread = set(MAXIMISED_BY) if stage in BEFORE_PPO else None
     kept["reward"] = scored.model_dump(mode="json", exclude=unread)

@@ -180,7 +180,7 @@ def test_what_trains_nothing_is_named_as_the_settings_are(turn: Turn) -> None:
     assert every.keys() >= {*worker.TRAIN_NOTHING, *worker.TRAIN_NOTHING_IN}
     for section, names in worker.TRAIN_NOTHING_IN.items():
         assert every[section].keys() > set(names), section
-    left = worker._that_train("ppo", every)
+    left = worker._that_train("ppo", every, turn.settings.reward)
     assert list(left["experiments"]) == ["people_per_network"]
     assert "gate" in left["promotion"]
 
