@@ -310,6 +310,10 @@ class Workspace:
         """Say whether the agent has sent feedback or has a version."""
         return self.store.agent(agent_id) is not None or bool(self.ledger.versions(agent_id))
 
+    def known_beside(self, agent_id: str) -> list[str]:
+        """Return the agents there are where this one is new, to tell; none where it is known."""
+        return [] if self.knows(agent_id) else self.store.agents()
+
     def known(self) -> str:
         """Return the agents there are, for a message; where there are none it may be the folder."""
         return ", ".join(self.store.agents()) or f"none yet in {self.settings.state_dir}"

@@ -26,7 +26,6 @@ from rlhf_pipeline.commands.common import (
     workspace,
 )
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.feedback.claims import ClaimBook
 
 SHOWN = ("origin", "line", "rule", "detail", "raw", "feedback_id")
 LONGEST_SHOWN = 200  # characters of a row that a terminal shows; --json has what is kept
@@ -126,8 +125,7 @@ def ingest(
     except ConfigError:
         if not names_told:  # else the names are told, whatever has become of the recipe
             raise
-    others = here.store.agents()
-    is_new = bool(others) and not here.knows(agent)
+    others = here.known_beside(agent)
     with _bytes_bar(paths) as report:
         summary = take_in(
             here.store,
@@ -146,7 +144,7 @@ def ingest(
         lacks = one_line(error)
     _print_summary(summary, agent, lacks)
     _print_passed_over(paths)
-    if is_new and summary.read:
+    if others and summary.read:
         tell_new(agent, others)
     if summary.quarantined or summary.unreadable:
         raise typer.Exit(SOME_QUARANTINED)
@@ -324,7 +322,7 @@ def withdraw(
     typer.echo(f"votes of agent {agent} taken back: {gone.votes:,}")
     if gone.again:
         typer.echo(f"votes that those had replaced, and that count again: {gone.again:,}")
-    claim = ClaimBook(here.database).held(agent)
+    claim = here.claims.held(agent)
     if claim is not None and here.store.withdrawn_from(agent, claim.watermark):
         typer.echo("the turn at work learns from them: its version waits for a person")
 

@@ -40,7 +40,7 @@ def show(
     here = workspace()
     if agent is not None:
         need_name(agent)
-        if (others := here.store.agents()) and not here.knows(agent):
+        if others := here.known_beside(agent):
             tell_new(agent, others)
     tree = shown(here.settings if agent is None else here.settings_of(agent))
     for key in SHARED_WITH_PPO:
@@ -148,11 +148,10 @@ def use(
         _check_files(here.load(name))  # raises where it is no recipe, or a turn would fail at it
         is_file = Path(name).suffix in (".yaml", ".yml")
         recipe = str(Path(name).absolute()) if is_file else name
-        others = here.store.agents()
-        is_new = bool(others) and not here.knows(agent)
+        others = here.known_beside(agent)
         here.store.ensure_agent(agent, recipe=recipe)
         here.store.set_agent(agent, recipe=recipe)
-        if is_new:
+        if others:
             tell_new(agent, others)
     if none or name is not None:
         _tell_other_base(here, agent)
