@@ -49,6 +49,7 @@ from rlhf_pipeline.feedback.claims import NO_TRAINING
 from rlhf_pipeline.feedback.inbox import Refused, keep_refused, refused_files, stamp_of
 from rlhf_pipeline.feedback.sources import LINES, in_order, why_left
 from rlhf_pipeline.overview import Overview, overview
+from rlhf_pipeline.promoting import promotes_by_itself
 from rlhf_pipeline.records import now
 
 log = structlog.get_logger()
@@ -336,7 +337,7 @@ def live_experiments(context: dg.SensorEvaluationContext, pipeline: Pipeline) ->
             if not catch_up(pipeline.database, experiment, settings, most=ANSWERS_AT_ONCE):
                 said.append(f"{experiment.agent_id}: counts the answers so far")
                 continue
-            automatic = pipeline.promotes_by_itself(experiment.agent_id, whole)
+            automatic = promotes_by_itself(pipeline.store, experiment.agent_id, whole)
             _, done = look(
                 book,
                 pipeline.ledger,

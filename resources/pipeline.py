@@ -24,8 +24,6 @@ from rlhf_pipeline.continuous import taken_out_since
 from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import ClaimRefused, ConfigError, PipelineError, RegistryError
 from rlhf_pipeline.evaluation.report import GATE_SCORE
-from rlhf_pipeline.experiment.assignment import percent
-from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS
@@ -39,9 +37,10 @@ from rlhf_pipeline.files import (
     remove_half_written,
     write_json,
 )
+from rlhf_pipeline.promoting import promote_if_due
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.registry.comparison import report_in
-from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedger
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 from rlhf_pipeline.stages import BEGAN, Turn
 
 if TYPE_CHECKING:
@@ -385,101 +384,8 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
 
     def promote_if_due(self, turn: Turn) -> str:
         """Promote this turn's version if the gate passed and nobody has to be asked; say which."""
-        versions = [
-            v for v in self.ledger.versions(turn.agent_id) if v.fingerprint == turn.fingerprint
-        ]
-        champion = self.ledger.champion(turn.agent_id)
-        if champion is None or not versions:
-            raise RegistryError(
-                f"promoting needs a champion and a version of this turn, found {len(versions)} "
-                f"versions and {'a' if champion else 'no'} champion of agent {turn.agent_id}; "
-                "materialise registered_model first"
-            )
-        version = versions[-1]
-        claim = self.claims.held(turn.agent_id)
-        ours = None if claim is None else self._promotion_of(claim)
-        if ours is not None:
-            return (
-                f"champion moved from {ours.previous_version} to {ours.version}, by an attempt "
-                "that ended before it could say so"
-            )
-        if champion.version == version.version:
-            return f"version {version.version} is the champion"
-        if not version.passed_gate:
-            return f"version {version.version} was refused; version {champion.version} stays"
-        if why := self.ledger.standing(turn.agent_id).withdrawn.get(version.version):
-            # The same votes, trained on again, may come to the files of an earlier version.
-            return f"version {version.version} passed, but {why}; version {champion.version} stays"
         began, _ = self._began_with(turn.agent_id, turn.work, turn.token)
-        if began is not None and began.version != champion.version:
-            return (
-                f"version {version.version} passed against version {began.version}, but version "
-                f"{champion.version} is the champion now, so a person decides"
-            )
-        gate = version.gate or {}
-        if pauses := [r["words"] for r in gate["results"] if r["verdict"] == "pause"]:
-            return f"version {version.version} passed; {'; '.join(pauses)}, so a person decides"
-        if self.store.withdrawn_from(turn.agent_id, turn.watermark):
-            # The votes that it was judged by may be among them.
-            return (
-                f"version {version.version} passed, but votes that it learned from were taken back "
-                "since, so a person decides"
-            )
-        if not self.promotes_by_itself(turn.agent_id, turn.settings):
-            return (
-                f"version {version.version} passed and waits for a person: "
-                f"rlhf promote {version.version} --agent {turn.agent_id}, or the service's "
-                f"/candidates/{turn.agent_id}"
-            )
-        book = ExperimentBook(self.database)
-        if running := book.running(turn.agent_id):  # a person may have begun one where none is due
-            if running.challenger == version.version:  # an earlier attempt began it
-                return _meets(running)
-            return (
-                f"version {version.version} passed; version {running.challenger} is in an "
-                "experiment, so this one waits for a person"
-            )
-        if turn.settings.experiments.enabled:
-            if turn.agent_id in turn.settings.serving.upstreams:
-                return (
-                    f"version {version.version} passed, and an experiment would reach nobody, as "
-                    "an upstream answers this agent's people, so a person decides: "
-                    f"rlhf promote {version.version} --agent {turn.agent_id}"
-                )
-            met = [e for e in book.history(turn.agent_id) if e.challenger == version.version]
-            if met:  # begun by an attempt that died before it could say so
-                return (
-                    f"version {version.version} passed and has met people; that "
-                    f"{met[0].state.replace('_', ' ')}: {met[0].reason}; a person decides"
-                )
-            begun = book.start(
-                turn.agent_id,
-                champion=champion.version,
-                challenger=version.version,
-                share=turn.settings.experiments.ramp[0],
-                actor="promotion",
-            )
-            return _meets(begun)
-        return self.ledger.promote(
-            turn.agent_id,
-            version.version,
-            actor="promotion",
-            reason="the gate passed and promotion is automatic for this agent",
-            expected_champion=champion.version,
-            token=turn.token,
-        ).words
-
-    def promotes_by_itself(self, agent_id: str, settings: Settings) -> bool:
-        """Say whether no person is asked: as was chosen for the agent, else as the settings say."""
-        row = self.store.agent(agent_id)
-        chosen = None if row is None else row.automatic_promotion
-        return settings.promotion.automatic if chosen is None else bool(chosen)
-
-    def _promotion_of(self, claim: Claim) -> Promotion | None:
-        """Return the promotion this turn came to in an attempt that died before it closed."""
-        tokens = {attempt.token for attempt in self.claims.attempts(claim)}
-        made = [p for p in self.ledger.history(claim.agent_id) if p.token in tokens]
-        return next((p for p in reversed(made) if p.action == "promote"), None)
+        return promote_if_due(turn, began, self.ledger)
 
     def _folder_of(self, claim: Claim, settings: Settings) -> Path:
         verdicts = self.claims.verdicts_before(claim)
@@ -557,11 +463,6 @@ def agent_of(context: dg.AssetExecutionContext) -> str:
         )
     agent_id: str = context.partition_key
     return agent_id
-
-
-def _meets(experiment: Experiment) -> str:
-    share = percent(experiment.share)
-    return f"version {experiment.challenger} passed and meets {share} of the people"
 
 
 def asked_for(settings: Settings, tags: Mapping[str, str]) -> Settings:
