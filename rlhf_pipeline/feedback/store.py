@@ -421,15 +421,19 @@ class FeedbackStore:
 
         Not where somebody changed in MLflow what they had said: that is another vote of theirs.
         """
-        f, before = db.feedback.c, db.feedback.alias("before").c
-        replaced = sa.select(sa.func.max(before.seq)).where(*_same(before), before.seq < f.seq)
-        query = sa.exists().where(
-            *_takes_back(agent_id, watermark),
-            f.origin != "mlflow",
-            replaced.scalar_subquery() <= watermark,
-        )
+        query = sa.exists().where(*_counted_up_to(agent_id, watermark))
         with self.database.read() as connection:
             return bool(connection.execute(sa.select(query)).scalar_one())
+
+    def withdrawn_by_origin(self, agent_id: str, watermark: int) -> dict[str, int]:
+        """Return how many of those votes each origin had brought."""
+        origin = db.feedback.c.origin
+        taken_back = _counted_up_to(agent_id, watermark)
+        query = sa.select(origin, sa.func.count()).where(*taken_back).group_by(origin)
+        with self.database.read() as connection:
+            return {
+                str(name): int(count) for name, count in connection.execute(query.order_by(origin))
+            }
 
     def counts(self, agent_id: str) -> dict[str, int]:
         """Return how many effective votes of each kind there are."""
@@ -953,6 +957,17 @@ def _takes_back(agent_id: str, watermark: int) -> list[sa.ColumnElement[bool]]:
     # Erased as well, which such a row is: an index has those alone.
     is_blank = (f.erased_at.is_not(None), f.idempotency_key.startswith(db.WITHDRAWN))
     return [f.agent_id == agent_id, f.seq > watermark, *is_blank]
+
+
+def _counted_up_to(agent_id: str, watermark: int) -> list[sa.ColumnElement[bool]]:
+    """Return what says of a row that it takes back, from outside MLflow, a vote up to there."""
+    f, before = db.feedback.c, db.feedback.alias("before").c
+    replaced = sa.select(sa.func.max(before.seq)).where(*_same(before), before.seq < f.seq)
+    return [
+        *_takes_back(agent_id, watermark),
+        f.origin != "mlflow",
+        replaced.scalar_subquery() <= watermark,
+    ]
 
 
 def _train(

@@ -14,6 +14,7 @@ from rlhf_pipeline.evaluation import PAGE
 from rlhf_pipeline.experiment.assignment import percent
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback.raters import erased_rows
+from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.registry.comparison import by_place, compared_with, comparison_of
 from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedger, Standing
 
@@ -99,7 +100,8 @@ def to_text(explanation: dict[str, Any]) -> str:
         f"{': ' if x['reason'] else ''}{x['reason'] or ''}"
         for x in e["data"].get("attempts", ())
     }
-    lines += ["", "Data", *_tree({**e["data"], "attempts": attempts or "none"})]
+    data = {key: value for key, value in e["data"].items() if key != "taken_back" or value}
+    lines += ["", "Data", *_tree({**data, "attempts": attempts or "none"})]
     if "recipe" in e["lineage"]:
         lines += ["", f"Recipe {e['lineage']['recipe']['recipe']}, where it is unlike the defaults"]
         lines += _tree(unlike_defaults(e["lineage"]["recipe"]))
@@ -131,7 +133,7 @@ def _phrases(version: ModelVersion) -> list[dict[str, str]]:
 
 
 def _data(ledger: PromotionLedger, version: ModelVersion) -> dict[str, Any]:
-    """Return the snapshot it was trained from and every attempt to train on that."""
+    """Return the snapshot it was trained from, what of it is gone, every attempt to train on it."""
     if version.fingerprint is None:
         return {"fingerprint": None}
     s, c = snapshots.c, claims.c
@@ -146,10 +148,14 @@ def _data(ledger: PromotionLedger, version: ModelVersion) -> dict[str, Any]:
             .where(c.agent_id == version.agent_id, c.fingerprint == version.fingerprint)
             .order_by(c.token)
         ).all()
+    store = FeedbackStore(ledger.database)
     return {
         "fingerprint": version.fingerprint,
         "snapshot": _plain(snapshot) if snapshot else None,
         "erased_rows": erased_rows(ledger.database, version.agent_id, version.fingerprint),
+        "taken_back": (
+            store.withdrawn_by_origin(version.agent_id, snapshot.watermark) if snapshot else {}
+        ),
         "attempts": [_plain(attempt) for attempt in attempts],
     }
 

@@ -13,6 +13,8 @@ from rlhf_pipeline.config import load_settings, shown
 from rlhf_pipeline.database import Database, claims, snapshots
 from rlhf_pipeline.errors import RegistryError
 from rlhf_pipeline.evaluation.phrases import Phrase
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import write_json
 from rlhf_pipeline.registry.comparison import OUTCOME
 from rlhf_pipeline.registry.explain import explain, to_text
@@ -92,6 +94,37 @@ def test_a_champion_is_explained_from_the_feedback_to_the_decision(
     for part in ("won 62 %", "0 → 1", "kl_stop", "ppo: 7", "rows: 37", "01  model.safetensors"):
         assert part in text
     json.dumps(found)
+
+
+def test_which_of_its_votes_were_taken_back_since_is_told(ledger: PromotionLedger) -> None:
+    assert "taken_back" not in to_text(explain(ledger, AGENT, 1))
+    store = FeedbackStore(ledger.database)
+
+    def votes(origin: str, *raters: str) -> list[records.Feedback]:
+        return [
+            records.Feedback(
+                agent_id=AGENT,
+                kind=records.FeedbackKind.thumbs,
+                idempotency_key=rater,
+                prompt=records.user_prompt("Why?"),
+                completion="Because.",
+                number=1.0,
+                rater_id=rater,
+                origin=origin,
+            )
+            for rater in raters
+        ]
+
+    store.append([*votes("swapped.csv", "ann", "bob", "cat"), *votes("sound.csv", "dan")])
+    with ledger.database.write() as connection:
+        mark = {"watermark": snapshot.newest_seq(ledger.database, AGENT)}
+        connection.execute(snapshots.update().values(mark))
+    store.append(votes("swapped.csv", "eve"))
+    store.withdraw(AGENT, store.keys_from(AGENT, "swapped.csv"))
+    found = explain(ledger, AGENT, 1)
+    assert found["data"]["taken_back"] == {"swapped.csv": 3}
+    assert "\n  taken_back:\n    swapped.csv: 3\n" in to_text(found)
+    assert explain(ledger, AGENT, 0)["data"] == {"fingerprint": None}
 
 
 def test_what_its_turn_came_to_and_whom_it_was_compared_with_are_told(
