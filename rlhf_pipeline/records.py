@@ -51,6 +51,7 @@ Split = Literal["train", "evaluation"]
 # Origins of which every row is one request, click or assessment: what unsigned people say there may
 # be the same, or the opposite. In a file the same again is a repeat.
 LIVE = ("api", "chat", "mlflow", "policies", "review", "terminal")
+MOST_SCORE = 3.4e38  # of a reward, either way: more is infinite in 32 bits
 ELSEWHERE = -1  # the version of an answer by a model that the ledger does not know
 
 
@@ -185,7 +186,7 @@ class RewardFunction(Protocol):
 def checked_scores(
     reward: RewardFunction, items: Sequence[RewardInput], *, name: str, error: type[PipelineError]
 ) -> list[float]:
-    """Return one finite score per item; raises `error` if the reward gives others.
+    """Return one score per item, MOST_SCORE at most; raises `error` if the reward gives others.
 
     `name` says in the message whose scores they are. Where there is nothing to score it is not
     asked.
@@ -203,11 +204,12 @@ def checked_scores(
             f"the {name} reward must give one score per item: needed {len(items)}, found "
             f"{len(scores)}; correct the reward function"
         )
-    wrong = [i for i, score in enumerate(scores) if not math.isfinite(score)]
+    wrong = [i for i, score in enumerate(scores) if not abs(score) <= MOST_SCORE]  # NaN neither
     if wrong:
         raise error(
-            f"the {name} reward must give finite scores, found {scores[wrong[0]]} for item "
-            f"{wrong[0]} and {len(wrong)} such in all; correct the reward function"
+            f"the {name} reward must give finite scores of at most {MOST_SCORE:g} either way, "
+            f"found {scores[wrong[0]]} for item {wrong[0]} and {len(wrong)} such in all; correct "
+            "the reward function"
         )
     return scores
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,9 +55,12 @@ def test_where_members_agree_nothing_is_taken_off() -> None:
     assert EnsembleReward(same)([]) == []
 
 
-def test_a_member_that_breaks_its_contract_is_named() -> None:
-    with pytest.raises(ModelError, match="the two reward must give finite scores, found nan"):
-        EnsembleReward({"one": always(1.0, 1.0), "two": always(1.0, math.nan)})(ITEMS)
+@pytest.mark.parametrize("score", [math.nan, -math.inf, 1e39, -1e200])
+def test_a_member_that_breaks_its_contract_is_named(score: float) -> None:
+    said = f"the two reward must give finite scores of at most 3.4e+38 either way, found {score} "
+    with pytest.raises(ModelError, match=re.escape(said)):
+        EnsembleReward({"one": always(1.0, 1.0), "two": always(1.0, score)})(ITEMS)
+    assert EnsembleReward({"one": always(1e38, 1.0), "two": always(1e38, 1.0)})(ITEMS)[0] == 1e38
 
 
 def test_ensembles_that_cannot_be_meant_are_refused() -> None:
