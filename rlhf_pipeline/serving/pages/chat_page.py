@@ -74,7 +74,8 @@ setInterval(() => {
 }, 100);
 </script>"""
 """Empties the box as its message leaves, and not when the service answers: what is typed in between
-would go with it. What could not be sent, or was not answered, comes back before that."""
+would go with it. What could not be sent, or was not answered, comes back before that; it is looked
+for, as the `js` of Gradio's events is evaluated, which the pages' policy forbids."""
 CHOICES: tuple[tuple[Choice, str], ...] = (
     ("left", "Left is better"),
     ("right", "Right is better"),
