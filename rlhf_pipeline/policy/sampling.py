@@ -396,6 +396,8 @@ def hidden_logprobs(
     states = hidden.flatten(0, 1).index_select(0, filled)
     tokens = completion_ids.flatten()[filled]
     within = None if support is None else support.flatten(0, 1)[filled]
+    if within is not None and room is not None:  # where nothing is in reach there is no number
+        within = within.masked_fill(~completion_mask.flatten()[filled][:, None], 0xFF)
     packed = state_logprobs(model, states, tokens, temperature, within)[: len(where)]
     flat = packed.new_zeros(completion_mask.numel()).index_copy(0, where, packed)
     return torch.where(completion_mask, flat.view_as(completion_mask), 0.0)
@@ -420,6 +422,8 @@ def state_logprobs(
     head = aligned_head(model, kind)
     if len(tokens) <= piece:
         return _token_logprobs(model, head, states, tokens, temperature, within, kind)
+    # Of one size: a smaller last one would go to the heap, and leave a hole there.
+    piece = -(-len(tokens) // -(-len(tokens) // piece))
     cuts = [slice(start, start + piece) for start in range(0, len(tokens), piece)]
     return torch.cat(
         [
@@ -450,16 +454,20 @@ def _token_logprobs(
     kind: str,
 ) -> Tensor:
     logits = logits_of(model, states, head)
-    if within is not None:
-        logits = logits.masked_fill(~unpack_bits(within, logits.shape[-1]), float("-inf"))
-    return chosen_logprobs(logits, tokens, temperature or 1.0, as_on=kind)
+    return chosen_logprobs(logits, tokens, temperature or 1.0, within, as_on=kind)
 
 
 def chosen_logprobs(
-    logits: Tensor, tokens: Tensor, temperature: float, *, as_on: str | None = None
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    within: Tensor | None = None,
+    *,
+    as_on: str | None = None,
 ) -> Tensor:
     """Return log softmax(logits / temperature) at the tokens: (N, V), (N,) -> (N,) float32.
 
+    `within` (N, ceil(V / 8)) is what `pack_bits` made of the tokens in reach; all are without it.
     Where a gradient is wanted the logits are overwritten, and its backward pass can be taken once.
     `as_on` is `state_logprobs`'s.
     """
@@ -467,7 +475,7 @@ def chosen_logprobs(
     at_once = CACHED_LOGITS
     if (as_on or logits.device.type) != "cpu":
         at_once *= TIMES_CACHED_ON_GPU
-    return apply(logits, tokens, temperature, max(1, at_once // max(logits.shape[-1], 1)))
+    return apply(logits, tokens, temperature, within, max(1, at_once // max(logits.shape[-1], 1)))
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -479,10 +487,20 @@ class _ChosenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, rows: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        tokens: Tensor,
+        temperature: float,
+        within: Tensor | None,
+        rows: int,
+    ) -> Tensor:
         found = []
-        for some, chosen in _groups(rows, logits, tokens):
+        narrowed = () if within is None else (within,)
+        for some, chosen, *reach in _groups(rows, logits, tokens, *narrowed):
             scaled = _wide(some) / temperature
+            for packed in reach:
+                scaled.masked_fill_(~unpack_bits(packed, scaled.shape[-1]), float("-inf"))
             at_token = scaled.gather(-1, chosen[:, None])[:, 0]
             highest = scaled.amax(-1)
             totals = scaled.sub_(highest[:, None]).exp_().sum(-1)
@@ -495,7 +513,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         return logprobs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, tokens, logprobs = ctx.saved_tensors
         weights = gradients[0] / ctx.temperature
         # 1 - p of the token itself, which p has no digits for where it is near 1.
@@ -504,7 +522,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         for some, chosen, weight, at_token in groups:
             slopes = _wide(some).mul_(-weight[:, None])
             some.copy_(slopes.scatter_(-1, chosen[:, None], at_token[:, None]))
-        return probabilities, None, None, None
+        return probabilities, None, None, None, None
 
 
 def _wide(rows: Tensor) -> Tensor:

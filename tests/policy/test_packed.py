@@ -152,9 +152,10 @@ def test_a_fused_activation_computes_what_it_replaces() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("narrowed", [False, True])
 @pytest.mark.parametrize("at_once", [1, 2**17])
 def test_chosen_logprobs_and_their_gradient_are_log_softmaxs(
-    at_once: int, monkeypatch: pytest.MonkeyPatch
+    at_once: int, narrowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "CACHED_LOGITS", at_once)
     generator = torch.Generator().manual_seed(0)
@@ -162,13 +163,17 @@ def test_chosen_logprobs_and_their_gradient_are_log_softmaxs(
     logits[2, 5:] = float("-inf")  # outside a support
     tokens = torch.tensor([0, 1, 4, 3, 22, 7, 7])
     weights = torch.randn(7, generator=generator, dtype=torch.float64)
+    reach = torch.rand(7, V, generator=generator) < (0.5 if narrowed else 1.0)
+    reach.scatter_(1, tokens[:, None], True)
 
     plain = logits.clone().requires_grad_()
-    expected = (plain / 0.7).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    masked = plain.masked_fill(~reach, float("-inf"))
+    expected = (masked / 0.7).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     (expected * weights).sum().backward()  # type: ignore[no-untyped-call]
 
     ours = logits.clone().requires_grad_()
-    found = sampling.chosen_logprobs(ours * 1.0, tokens, 0.7)
+    within = sampling.pack_bits(reach) if narrowed else None
+    found = sampling.chosen_logprobs(ours * 1.0, tokens, 0.7, within)
     (found * weights).sum().backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(found, expected)
     assert ours.grad is not None

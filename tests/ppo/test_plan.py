@@ -28,6 +28,7 @@ from rlhf_pipeline.ppo.plan import (
     JOINED,
     NO_MODELS,
     RESIDENT,
+    Plan,
     RewardModels,
     check_fits,
     make_plan,
@@ -65,14 +66,26 @@ def test_a_plan_counts_what_a_narrowed_draw_had_in_reach() -> None:
 
 
 @pytest.mark.parametrize("narrowing", [{"top_k": 50}, {"top_p": 0.9}])
-def test_a_plan_narrows_what_it_measures_and_trains_on(narrowing: dict[str, Any]) -> None:
+def test_narrowing_what_is_measured_and_trained_on_holds_no_second_copy_of_the_logits(
+    narrowing: dict[str, Any],
+) -> None:
     config = tiny_config(8192, layers=1, width=32, heads=2, context=64)
-    settings = changed(minibatches=1, tokens_per_microbatch=10_000, device="cpu", **narrowing)
-    plan = make_plan(config, settings, NO_MODELS)
-    logits = settings.rollouts_per_update * settings.max_completion_tokens * 8192
-    least = (2 * FULL + 1) * logits  # as they were, a bool for each, and as they are within reach
-    assert plan.phases["measure"] - sum(plan.parts[name] for name in RESIDENT) >= least
-    assert plan.parts["activations, logits"] >= least
+    usual = {"minibatches": 1, "tokens_per_microbatch": 10_000, "device": "cpu"}
+    wide, narrowed = (
+        make_plan(config, changed(**usual, **more), NO_MODELS) for more in ({}, narrowing)
+    )
+    tokens = changed().rollouts_per_update * changed().max_completion_tokens
+    logits = FULL * 8192 * tokens
+
+    def measuring(plan: Plan) -> int:
+        return plan.phases["measure"] - sum(plan.parts[name] for name in RESIDENT)
+
+    def training(plan: Plan) -> int:
+        return plan.parts["activations, logits"]
+
+    for held in (measuring, training):
+        assert held(wide) >= logits
+        assert held(narrowed) - held(wide) < logits / 2
 
 
 def test_a_plan_counts_replayed_rollouts_as_they_came_and_as_they_are_joined() -> None:
