@@ -395,12 +395,12 @@ def _made_by(turn: Turn) -> dict[str, Any]:
     share = settings.feedback.evaluation_share
     asked = datasets.read_jsonl(turn.data / PROMPTS, EvaluationPrompt)
     # An older release may have divided them, of a turn that goes on in this one.
-    by_words = all(split_of(one.prompt, share) == "evaluation" for one in asked)
+    as_now = all(split_of(one.prompt, share) == "evaluation" for one in asked)
     return {
         "baseline": os.path.relpath(baseline.resolve(), settings.state_dir.resolve()),
         **settings.reward.model_dump(mode="json", exclude=set(MAKES_NONE)),
         "evaluation_share": share,
-        "split_by": "words" if by_words else "conversation",
+        "split_by": "said" if as_now else "conversation",
         "max_prompt_tokens": settings.policy.max_prompt_tokens,
         "max_completion_tokens": settings.policy.max_completion_tokens,
     }
@@ -412,7 +412,8 @@ def _made_otherwise(work: Path, now: Mapping[str, Any], names: Sequence[str] = (
     Of what turns did not write down nobody knows.
     """
     file = work / "reward" / MADE_BY
-    # Releases that held prompts out one by one wrote no `split_by`; later ones, "conversation".
+    # Releases that held prompts out one by one wrote no `split_by`; later ones, "conversation", by
+    # every letter, and "words", of what a system message says as well.
     then = {**now, "split_by": "prompt", **(read_json(file) if file.exists() else {})}
     return any(then[name] != now[name] for name in names or now)
 

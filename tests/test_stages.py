@@ -144,7 +144,7 @@ def test_a_judge_is_held_against_the_one_that_let_the_champion_in(
 ) -> None:
     refused, older = tmp_path / "refused", tmp_path / "older"
     made_by = json.loads((first_turn.work / "reward" / stages.MADE_BY).read_text())
-    for work, split_by in ((refused, "words"), (older, "conversation")):
+    for work, split_by in ((refused, "said"), (older, "conversation")):
         (work / "reward").mkdir(parents=True)
         (work / "reward" / stages.MADE_BY).write_text(json.dumps({**made_by, "split_by": split_by}))
     later = replace(turn, champion=loop.version(first_turn.agent_id, 1).path, previous=refused)
@@ -157,7 +157,7 @@ def test_a_judge_is_held_against_the_one_that_let_the_champion_in(
 
 def test_data_sets_that_an_older_release_divided_are_told_to_be(turn: Turn, tmp_path: Path) -> None:
     """A turn that goes on after an upgrade: its models are no start for the turn after it."""
-    assert stages._made_by(turn)["split_by"] == "words"
+    assert stages._made_by(turn)["split_by"] == "said"
     pairs = datasets.read_jsonl(turn.data / stages.PAIRS, PreferencePair)
     trained = next(pair.prompt for pair in pairs if pair.split == "train")
     then = replace(turn, data=tmp_path / "data")

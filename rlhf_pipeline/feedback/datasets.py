@@ -73,11 +73,16 @@ def opening_of(prompt: Prompt, said: int = 1) -> Prompt:
 def conversation_of(prompt: Prompt, said: int = 1) -> str:
     """Return the hex digest of the words of `opening_of`: equal for prompts of one conversation.
 
-    And for the same question in other capitals or punctuation, which tells no model more. What is
-    as short as a greeting goes by every letter: one draw for all who say hello, however they spell
-    it, would move a third of some shops' votes at once.
+    And for the same question in other capitals or punctuation, which tells no model more, or under
+    another system message: that may hold the day, or the person's name, and what was learnt of a
+    question yesterday is known of it today. What is as short as a greeting goes by every letter,
+    the system message's too: one draw for all who say hello would move a third of some shops' votes
+    at once.
     """
-    return hashed(*(f"{m.role}\x1e{_words(m.content)}" for m in opening_of(prompt, said)))
+    told = [(message, _words(message.content)) for message in opening_of(prompt, said)]
+    if any(words for message, words in told if message.role == "user"):
+        told = [(message, words) for message, words in told if message.role != "system"]
+    return hashed(*(f"{message.role}\x1e{words or message.content}" for message, words in told))
 
 
 class _OfWords(dict[int, int]):
@@ -92,11 +97,11 @@ _OF_WORDS = _OfWords()
 
 
 def _words(text: str) -> str:
-    """Return the words of a text, or all of a short one, or of one without letters."""
+    """Return the words of a text; none of one as short as a greeting."""
     spelt = text if text.isascii() else " ".join(map(_spelt, text.split()))
     words = " ".join(spelt.casefold().translate(_OF_WORDS).split())
     is_short = len(words.encode(errors="replace")) <= MOST_OF_GREETING
-    return text if is_short or not any(map(str.isalnum, words)) else words
+    return "" if is_short or not any(map(str.isalnum, words)) else words
 
 
 def _spelt(part: str) -> str:

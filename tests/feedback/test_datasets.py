@@ -177,7 +177,23 @@ def test_a_question_in_other_capitals_or_punctuation_is_the_same_conversation(
     later = [(*prompt, Message("user", "And then?")) for prompt in spoken]
     assert (conversation_of(later[0], 2) == conversation_of(later[1], 2)) is alike
     assert conversation_of(later[0], 2) != conversation_of(later[0])
-    assert conversation_of(spoken[0]) != conversation_of(user_prompt(one))
+
+
+@pytest.mark.parametrize(
+    ("asked", "alike"), [("How much is the kettle?", True), ("Hello!", False), ("👍", False)]
+)
+def test_a_question_under_another_system_message_is_the_same_conversation(
+    asked: str, alike: bool
+) -> None:
+    """Such as one that holds the day: else what is learnt of a question is asked of its judge."""
+    plain = user_prompt(asked)
+    dated = [(Message("system", f"Today is day {day}."), *plain) for day in range(40)]
+    answered = [(*one, Message("assistant", "Well."), Message("user", "And?")) for one in dated]
+    found = {conversation_of(prompt) for prompt in (plain, *dated, *answered)}
+    assert len(found) == (1 if alike else 41)
+    assert len({split_of(prompt, 0.5) for prompt in (plain, *dated)}) == (1 if alike else 2)
+    alone = {conversation_of(prompt[:1]) for prompt in dated}  # nobody has said anything yet
+    assert len(alone) == 40
 
 
 WORD = st.text(st.characters(categories=["L", "N"]), min_size=1)

@@ -268,7 +268,7 @@ def test_of_other_settings_no_earlier_models_are_taken(
     assert turn("held out", first, reward=warm, feedback=held_out) == [None] * 3
     made_by = first / "reward" / stages.MADE_BY
     told = json.loads(made_by.read_text())
-    assert told["split_by"] == "words"
+    assert told["split_by"] == "said"
     made_by.write_text(json.dumps({**told, "split_by": "conversation"}))
     assert turn("by every letter", first, reward=warm) == [None] * 3
     del told["split_by"]
