@@ -61,28 +61,30 @@ def unit_interval(*parts: str) -> float:
     return int(hashed(*parts)[:15], 16) / 16**15
 
 
-def opening_of(prompt: Prompt, said: int = 1) -> Prompt:
-    """Return how the prompt's conversation began, to the first `said` things its person said.
+def opening_of(prompt: Prompt) -> Prompt:
+    """Return how the prompt's conversation began, to the first thing its person said.
 
     Later turns hold it word for word: to learn from one is to have seen what the others are about.
+    What is as short as a greeting counts only where nothing else was said.
     """
-    asked = [i for i, message in enumerate(prompt) if message.role == "user"][:said]
-    return prompt[: asked[-1] + 1] if asked else prompt
+    asked = [i for i, message in enumerate(prompt) if message.role == "user"]
+    first = min(asked, default=len(prompt) - 1)
+    return prompt[: next((i for i in asked if _words(prompt[i].content)), first) + 1]
 
 
-def conversation_of(prompt: Prompt, said: int = 1) -> str:
+def conversation_of(prompt: Prompt) -> str:
     """Return the hex digest of the words of `opening_of`: equal for prompts of one conversation.
 
     And for the same question in other capitals or punctuation, which tells no model more, or under
-    another system message: that may hold the day, or the person's name, and what was learnt of a
-    question yesterday is known of it today. What is as short as a greeting goes by every letter,
-    the system message's too: one draw for all who say hello would move a third of some shops' votes
-    at once.
+    another system message or after a greeting: the former may hold the day, or the person's name,
+    and what was learnt of a question yesterday is known of it today. Where nothing but greetings
+    were said, every letter counts, the system message's too: one draw for all who say hello would
+    move a third of some shops' votes at once.
     """
-    told = [(message, _words(message.content)) for message in opening_of(prompt, said)]
-    if any(words for message, words in told if message.role == "user"):
-        told = [(message, words) for message, words in told if message.role != "system"]
-    return hashed(*(f"{message.role}\x1e{words or message.content}" for message, words in told))
+    opening = opening_of(prompt)
+    if opening and opening[-1].role == "user" and (words := _words(opening[-1].content)):
+        return hashed(f"user\x1e{words}")
+    return hashed(*(f"{m.role}\x1e{_words(m.content) or m.content}" for m in opening))
 
 
 class _OfWords(dict[int, int]):

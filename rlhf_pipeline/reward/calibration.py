@@ -31,13 +31,10 @@ class HangsOn(NamedTuple):
 
 
 def hangs_on(*votes: PreferencePair | RewardExample) -> HangsOn:
-    """Return what something hangs on that was measured by these one or two votes.
-
-    Conversations are told apart by two things that their people said: many begin with a greeting.
-    """
+    """Return what something hangs on that was measured by these one or two votes."""
     return HangsOn(
         tuple(vote.voter for vote in votes),
-        tuple(conversation_of(vote.prompt, said=2) for vote in votes),
+        tuple(conversation_of(vote.prompt) for vote in votes),
     )
 
 

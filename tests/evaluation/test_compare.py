@@ -151,7 +151,9 @@ def test_what_every_answer_says_that_the_others_do_not_is_told(
     folders: dict[str, Path],
 ) -> None:
     long = user_prompt("how do I bake bread " * 10)  # all that a policy sees of a prompt
-    alike = [EvaluationPrompt(f"p{n}", (*user_prompt(f"{n}"), *long)) for n in range(20)]
+    alike = [
+        EvaluationPrompt(f"p{n}", (*user_prompt(f"This is question {n}"), *long)) for n in range(20)
+    ]
     told = run(folders["candidate"], folders["baseline"], prompts=alike, temperature=1e-4)
     assert set(told.phrases) == {"baseline"}  # who is champion too
     shares = {(phrase.here, phrase.other) for phrase in told.phrases["baseline"]}

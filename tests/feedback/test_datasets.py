@@ -24,6 +24,7 @@ from rlhf_pipeline.feedback.datasets import (
     job_of,
     line_of,
     newest,
+    opening_of,
     read_jsonl,
     split_of,
     unit_interval,
@@ -166,17 +167,6 @@ def test_a_question_in_other_capitals_or_punctuation_is_the_same_conversation(
     one: str, other: str, alike: bool
 ) -> None:
     assert (conversation_of(user_prompt(one)) == conversation_of(user_prompt(other))) is alike
-    spoken = [
-        (
-            Message("system", "Be kind."),
-            Message("user", text),
-            Message("assistant", f"It is in stock{end}"),
-        )
-        for text, end in ((one, "."), (other, "!"))
-    ]
-    later = [(*prompt, Message("user", "And then?")) for prompt in spoken]
-    assert (conversation_of(later[0], 2) == conversation_of(later[1], 2)) is alike
-    assert conversation_of(later[0], 2) != conversation_of(later[0])
 
 
 @pytest.mark.parametrize(
@@ -194,6 +184,19 @@ def test_a_question_under_another_system_message_is_the_same_conversation(
     assert len({split_of(prompt, 0.5) for prompt in (plain, *dated)}) == (1 if alike else 2)
     alone = {conversation_of(prompt[:1]) for prompt in dated}  # nobody has said anything yet
     assert len(alone) == 40
+
+
+def test_a_question_after_a_greeting_is_the_same_conversation() -> None:
+    """However it was greeted back, and from then on: what comes after a question is of that."""
+    hello = Message("user", "Hi there")
+    plain = user_prompt("How much is the kettle?")
+    greeted = [(hello, Message("assistant", f"Welcome, {n}!"), *plain) for n in range(3)]
+    later = [(*one, Message("assistant", "9 EUR."), Message("user", "And?")) for one in greeted]
+    assert {conversation_of(one) for one in (*greeted, *later)} == {conversation_of(plain)}
+    assert opening_of(later[0]) == greeted[0]
+    only = (hello, Message("assistant", "Welcome!"), Message("user", "Hello?"))
+    assert opening_of(only) == only[:1]
+    assert conversation_of(only) == conversation_of(only[:1]) != conversation_of(plain)
 
 
 WORD = st.text(st.characters(categories=["L", "N"]), min_size=1)
