@@ -46,7 +46,7 @@ from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, SIGN, Arms, d
 from rlhf_pipeline.experiment.sequences import Sample
 from rlhf_pipeline.feedback import formats
 from rlhf_pipeline.feedback.claims import ClaimBook
-from rlhf_pipeline.feedback.inbox import Refused, keep_refused, stamp_of
+from rlhf_pipeline.feedback.inbox import Refused, keep_refused, left_in, stamp_of
 from rlhf_pipeline.feedback.snapshot import newest_seq
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import folder_sha256
@@ -898,6 +898,48 @@ def test_files_that_nothing_takes_out_of_an_inbox_are_told(rlhf: Run, tmp_path: 
         assert "\x1b" not in told
     write(tmp_path / "state" / "inbox.json", "half of it {")
     assert "votes.jsonl" not in rlhf("status").stdout
+
+
+def test_what_nothing_looks_into_in_an_inbox_is_told_once(rlhf: Run, tmp_path: Path) -> None:
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    inbox = tmp_path / "state" / "inbox" / "tea"
+    for name in ("votes.part", ".hidden", "_SUCCESS", "README.md", "done/old.zip"):
+        write(inbox / name, THUMBS)
+    assert "inbox" not in cells(rlhf("status").stdout)
+    for name in ("2026-05/votes.jsonl", "votes.txt", "votes.jsonl"):
+        write(inbox / name, THUMBS)
+    told = [
+        "2026-05 is a folder, which nothing looks into; move its files up, or name it to "
+        "`rlhf ingest`, then move it away",
+        "votes.txt is of no kind that is read; if it holds votes, make it .jsonl, or a table for "
+        "`rlhf ingest`, else move it away",
+    ]
+    (values,) = json.loads(rlhf("status", "--json").stdout)
+    assert values["inbox"] == told
+    assert left_in(Workspace(None, str(tmp_path / "state")).settings, "tea") == []  # no alarm
+
+
+def test_what_lies_in_the_inbox_for_no_known_agent_is_told(rlhf: Run, tmp_path: Path) -> None:
+    inbox = tmp_path / "state" / "inbox"
+    for name in ("new/votes.jsonl", ".trash/votes.jsonl"):
+        write(inbox / name, THUMBS)
+    assert rlhf("status").stderr == ""  # it waits for its first run
+    for name in ("new/votes.csv", "new/votes.zip", "my agent/votes.jsonl", "votes.jsonl"):
+        write(inbox / name, THUMBS)
+    told = rlhf("status").stderr
+    assert told == (
+        "inbox: needed agent_id as 1 to 64 letters, digits, - and _, the first a letter or digit, "
+        "found 'my agent'; rename the folder in the inbox; for new, no known agent yet: votes.csv "
+        "is not called .jsonl; `rlhf ingest` takes it in, then move it away; for new, no known "
+        "agent yet: votes.zip is of no kind that is read; if it holds votes, make it .jsonl, or a "
+        "table for `rlhf ingest`, else move it away; votes.jsonl lies in no agent's folder; move "
+        f"it to {inbox}/AGENT/\n"
+    )
+    assert rlhf("status", "--json").stderr == told
+    assert rlhf("status", "--agent", "new", code=1).stderr.startswith(told)
+    rlhf("ingest", str(inbox / "new" / "votes.jsonl"), "--agent", "new")
+    assert "for new" not in rlhf("status").stderr
+    assert rlhf("status", "--agent", "new").stderr == ""
 
 
 def test_who_promotes_is_chosen_per_agent(rlhf: Run, tmp_path: Path) -> None:

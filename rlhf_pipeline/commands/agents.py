@@ -32,10 +32,15 @@ def status(
 
     Votes are effective votes: of somebody who changed their mind, the last one counts.
     """
+    from rlhf_pipeline.feedback.inbox import left_beside
+
     here = workspace()
+    known = here.store.agents()
+    if agent not in known and (left := left_beside(here.settings, known)):
+        typer.echo(f"inbox: {_shortly(left)}", err=True)  # of no agent that is listed
     if agent is not None:
         here.need_agent(agent)
-    found = [_status(here, each) for each in ([agent] if agent else here.store.agents())]
+    found = [_status(here, each) for each in ([agent] if agent else known)]
     if as_json:
         typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
         return
@@ -86,7 +91,7 @@ def automatic(
 def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
     from rlhf_pipeline.continuous import lacks_for_reward
     from rlhf_pipeline.errors import ConfigError, PipelineError
-    from rlhf_pipeline.feedback.inbox import left_in
+    from rlhf_pipeline.feedback.inbox import left_in, passed_over_in
 
     row = here.store.agent(agent_id)
     own = row.recipe if row is not None else None
@@ -113,7 +118,7 @@ def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
         "votes": votes,
         "reward_lacks": lacks,
         "quarantine": here.store.quarantined(agent_id),
-        "inbox": left_in(here.settings, agent_id),
+        "inbox": [*left_in(here.settings, agent_id), *passed_over_in(here.settings, agent_id)],
         "champion": None if standing.champion is None else standing.champion.version,
         "challenger": None if standing.challenger is None else standing.challenger.version,
         "last_promotion": _promotion(standing.history[-1]) if standing.history else None,

@@ -7,15 +7,17 @@ the state folder, where `rlhf status` and the dashboard look without asking Dags
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.errors import PipelineError
-from rlhf_pipeline.feedback.sources import why_left
-from rlhf_pipeline.files import read_json, write_json
+from rlhf_pipeline.config import INBOX_DONE
+from rlhf_pipeline.errors import FeedbackRefused, PipelineError
+from rlhf_pipeline.feedback.rules import check_agent_id
+from rlhf_pipeline.feedback.sources import in_order, is_passed_over, why_left
+from rlhf_pipeline.files import printable, read_json, write_json
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
@@ -69,6 +71,57 @@ def left_in(settings: Settings, agent_id: str) -> list[str]:
         if path.is_file()
     ]
     return [why for why in told if why is not None]
+
+
+def passed_over_in(settings: Settings, agent_id: str) -> list[str]:
+    """Return what nothing looks into in the agent's inbox, and what to do if it holds votes.
+
+    Somebody may have put it there on purpose: who asks is told, nobody is alarmed.
+    """
+    told = []
+    for path in in_order(settings.inbox_folder(agent_id).glob("*")):
+        if path.name == INBOX_DONE or not is_passed_over(Path(path.name)):
+            continue
+        if path.is_dir():
+            told.append(
+                f"{printable(path.name)} is a folder, which nothing looks into; move its files "
+                "up, or name it to `rlhf ingest`, then move it away"
+            )
+        # Who writes slowly is told to call it so.
+        elif why_left(path) is None and path.suffix.lower() != ".part":
+            told.append(
+                f"{path.name} is of no kind that is read; if it holds votes, make it .jsonl, or a "
+                "table for `rlhf ingest`, else move it away"
+            )
+    return told
+
+
+def left_beside(settings: Settings, agents: Collection[str]) -> list[str]:
+    """Return why what lies in the inbox, but not for these agents, is not taken in, and what to do.
+
+    What waits there for its first run, which makes an agent known, is not among it.
+    """
+    inbox, told = settings.inbox_folder(""), list[str]()
+    for path in in_order(inbox.glob("*")):
+        name = path.name
+        if name in agents or name.startswith("."):
+            continue
+        if not path.is_dir():
+            told.append(f"{printable(name)} lies in no agent's folder; move it to {inbox}/AGENT/")
+            continue
+        try:
+            check_folder(name)
+        except FeedbackRefused as refusal:
+            told.append(str(refusal))
+            continue
+        left = [*left_in(settings, name), *passed_over_in(settings, name)]
+        told += [f"for {name}, no known agent yet: {why}" for why in left]
+    return told
+
+
+def check_folder(name: str) -> None:
+    """Raise FeedbackRefused if no agent can have the name of a folder in the inbox."""
+    check_agent_id(name, "rename the folder in the inbox")
 
 
 def _why_refused(path: Path, refused: Refused | None) -> str | None:

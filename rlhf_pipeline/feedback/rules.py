@@ -135,13 +135,14 @@ MEANINGS: Mapping[Rule, str] = {
 """One line per rule; docs and the UI print these."""
 
 
-def check_agent_id(agent_id: object) -> None:
+def check_agent_id(agent_id: object, remedy: str = MEND) -> None:
     """Raise FeedbackRefused if it cannot name an agent."""
     if not isinstance(agent_id, str) or not AGENT_ID.fullmatch(agent_id):
         refuse(
             Rule.bad_agent,
             "agent_id as 1 to 64 letters, digits, - and _, the first a letter or digit",
             agent_id,
+            remedy,
         )
 
 

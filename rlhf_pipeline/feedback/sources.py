@@ -130,16 +130,17 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def passed_over(folder: Path) -> list[Path]:
-    """Return the files in a folder that their names say nothing is read of, but what tools leave.
+    """Return the files in a folder whose names say that nothing is read, but what tools leave."""
+    return [path for path in _in(folder) if is_passed_over(path.relative_to(folder))]
 
-    Those are hidden, begin with _ as Spark's marks do, or are checksums, or a data set's card.
+
+def is_passed_over(path: Path) -> bool:
+    """Say whether a name in a folder says that nothing is read of it, but for what tools leave.
+
+    That is hidden, begins with _ as Spark's marks do, or is checksums, or a data set's card.
     """
-    return [
-        path
-        for path in _in(folder)
-        if not path.name.lower().endswith((*SUFFIXES, ".crc", ".md"))
-        and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
-    ]
+    tools = any(part.startswith((".", "_")) for part in path.parts)
+    return not (tools or path.name.lower().endswith((*SUFFIXES, ".crc", ".md")))
 
 
 def _in(folder: Path) -> list[Path]:
