@@ -16,8 +16,7 @@ from resources.pipeline import ASKED_BY, Pipeline
 from rlhf_pipeline.config import INBOX_DONE
 from rlhf_pipeline.continuous import Due
 from rlhf_pipeline.errors import ClaimLost
-from rlhf_pipeline.feedback.inbox import stamp_of
-from rlhf_pipeline.feedback.rules import AGENT_ID
+from rlhf_pipeline.feedback.inbox import check_folder, stamp_of
 from rlhf_pipeline.feedback.sources import LINES
 from rlhf_pipeline.files import fitting, made_by_another, moved
 
@@ -160,8 +159,9 @@ def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipel
     """
     path, settings = Path(config.path), pipeline.settings()
     inbox = settings.inbox_folder(config.agent_id)
+    check_folder(config.agent_id)
     # Whoever reaches Dagster's page may ask for any path, and has no business with other files.
-    if not AGENT_ID.fullmatch(config.agent_id) or path.parent != inbox:
+    if path.parent != inbox:
         raise dg.Failure(f"{path} is not in the agent's inbox", allow_retries=False)
     lock = settings.inbox_lock(config.agent_id)
     lock.parent.mkdir(parents=True, exist_ok=True)

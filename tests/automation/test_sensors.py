@@ -819,6 +819,20 @@ def test_no_file_is_taken_but_out_of_the_agents_inbox(ticks: Ticks, agent: str) 
     assert ticks.pipeline.store.counts(agent) == {}
 
 
+def test_a_folder_that_names_no_agent_is_told_as_what_is_wrong(ticks: Ticks) -> None:
+    path = ticks.state / "inbox" / "my agent" / "votes.jsonl"
+    write_text(path, line(1) + "\n")
+    seen = ticks.tick("dropped_files")
+    settle(path)
+    [request] = ticks.tick("dropped_files", seen.cursor).run_requests
+    assert not take_in(ticks, request).success
+    ticks.tick("dropped_files", seen.cursor)
+    [refused] = refused_files(ticks.pipeline.settings()).values()
+    assert refused.why.endswith("found 'my agent'; rename the folder in the inbox")
+    assert "my agent" not in ticks.pipeline.store.agents()
+    shutil.rmtree(path.parent)
+
+
 def test_an_inbox_with_nothing_ready_asks_for_no_runs_of_the_past(ticks: Ticks) -> None:
     with patch.object(dg.DagsterInstance, "get_run_records", side_effect=AssertionError):
         assert ticks.tick("dropped_files").run_requests == []
