@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import tzinfo
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_pipeline.errors import FeedbackRefused, SourceError
 from rlhf_pipeline.feedback import formats
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 WORKBOOK, PARQUET = ".xlsx", ".parquet"
 OLD_WORKBOOK, ZIP = bytes.fromhex("d0cf11e0a1b11ae1"), b"PK\3\4"  # what .xls, .xlsx begin with
+ARROW_FILE, ARROW_STREAM = b"ARROW1", b"\xff\xff\xff\xff"
+SAVED = ("state.json", "dataset_info.json")  # what save_to_disk writes beside a data set's rows
 BEGINNING = 512  # bytes of a file that say what it is
 LINES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 CELLS = (*TABLES, WORKBOOK, PARQUET)
@@ -146,12 +148,30 @@ def is_passed_over(path: Path) -> bool:
 def _in(folder: Path) -> list[Path]:
     every = list(folder.rglob("*"))
     states = [path.parent for path in every if path.name == STORE]
+    saved = {path.parent for path in every if path.name == SAVED[0] and _is_saved(path.parent)}
+    # One file stands for such a data set, so that it is refused once, however many it has.
+    beside = {folder.parent / "dataset_dict.json" for folder in saved}
     return in_order(
         path
         for path in every
         if not path.name.startswith(".")
         and path.is_file()
         and not any(path.is_relative_to(state) for state in states)
+        and (path.parent not in saved or path.name == SAVED[0])
+        and path not in beside
+    )
+
+
+def _is_saved(folder: str | Path) -> bool:
+    """Say whether a folder is a data set as `save_to_disk` of Hugging Face's datasets writes it."""
+    return all(os.path.isfile(os.path.join(folder, name)) for name in SAVED)
+
+
+def _refuse_arrow(where: str | Path) -> NoReturn:
+    raise SourceError(
+        f"lines or a table are needed, found Arrow in {where}; write it as lines (of a data set "
+        "that save_to_disk wrote, datasets.load_from_disk(FOLDER).to_json('votes.jsonl')) or as "
+        "parquet, and ingest that"
     )
 
 
@@ -286,7 +306,9 @@ def _file_rows(path: Path, position: Position, longest_row: int, named: Named) -
 
 
 def _check_beginning(path: Path) -> None:
-    """Raise SourceError where the file begins as UTF-16 does, or as a workbook; it has no rows."""
+    """Raise SourceError where the file begins as UTF-16, a workbook or Arrow; it has no rows."""
+    if path.name in SAVED and _is_saved(path.parent):
+        _refuse_arrow(path.parent)
     with path.open("rb") as file:
         beginning = file.read(BEGINNING)
     # Without one of the zeros that its quotes and commas have, it is a first line that is damaged.
@@ -295,6 +317,9 @@ def _check_beginning(path: Path) -> None:
             f"a file in UTF-8 is needed, found UTF-16 in {path}; save it as UTF-8 (in Excel: "
             "CSV UTF-8; in PowerShell: Out-File -Encoding utf8)"
         )
+    is_stream = beginning.startswith(ARROW_STREAM) and b"\0" in beginning
+    if is_stream or beginning.startswith(ARROW_FILE):
+        _refuse_arrow(path)
     is_named = path.name.lower().endswith(WORKBOOK)
     if beginning.startswith((OLD_WORKBOOK, ZIP)) and not is_named:
         raise SourceError(
@@ -381,6 +406,8 @@ def _shown(row: RawRow) -> str:
 
 def _hub_rows(name: str, split: str, position: Position) -> Iterator[_Parsed]:
     """Stream a data set from the hub, or from a folder in the hub's layout."""
+    if _is_saved(name):
+        _refuse_arrow(name)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     import datasets
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 import tracemalloc
 import zipfile
@@ -31,7 +32,7 @@ from rlhf_pipeline.feedback.lines import Position, parse, raw_rows, unpacked
 from rlhf_pipeline.feedback.raters import Person, is_signed_by
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.rules import check_event
-from rlhf_pipeline.feedback.sources import read
+from rlhf_pipeline.feedback.sources import files_in, passed_over, read
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
@@ -1551,6 +1552,41 @@ def test_a_workbook_under_another_name_is_refused_by_name(tmp_path: Path, name: 
     path.write_bytes((tmp_path / "f.xlsx").read_bytes())
     with pytest.raises(SourceError, match="found a workbook"):
         read_all(path)
+
+
+def test_a_data_set_of_save_to_disk_is_refused_once_and_told_how_to_write_it(
+    tmp_path: Path,
+) -> None:
+    from datasets import Dataset, DatasetDict
+
+    votes = Dataset.from_list([THUMBS] * 4)
+    votes.save_to_disk(str(tmp_path / "one"), num_shards=2)
+    DatasetDict({"train": votes}).save_to_disk(str(tmp_path / "many"))
+    write_lines(tmp_path / "votes.jsonl", [THUMBS])
+    (arrow,) = tmp_path.glob("many/train/*.arrow")
+    renamed = tmp_path / "renamed.parquet"
+    renamed.write_bytes(arrow.read_bytes())
+    pd.DataFrame([THUMBS]).to_feather(tmp_path / "votes.feather")
+    one, train = tmp_path / "one", tmp_path / "many" / "train"
+    for path, where in (
+        (one / "state.json", one),
+        (one / "dataset_info.json", one),
+        (f"hf://{one}", one),
+        (arrow, arrow),
+        (renamed, renamed),
+        (tmp_path / "votes.feather", tmp_path / "votes.feather"),
+    ):
+        said = rf"found Arrow in {re.escape(str(where))}; .*\.to_json\('votes\.jsonl'\)"
+        with pytest.raises(SourceError, match=said):
+            read_all(path)
+    states = [train / "state.json", one / "state.json"]
+    assert files_in(tmp_path) == [*states, renamed, tmp_path / "votes.jsonl"]
+    assert passed_over(tmp_path) == [tmp_path / "votes.feather"]
+
+
+def test_a_first_line_that_is_damaged_makes_no_other_a_file_of_arrow(tmp_path: Path) -> None:
+    events, aside = read_all(write_lines(tmp_path / "f.jsonl", [b"\xff" * 9, THUMBS]))
+    assert (len(events), rules_of(aside)) == (1, [(1, "not_utf8")])
 
 
 def test_a_column_that_stands_twice_in_a_table_says_nothing_for_certain(tmp_path: Path) -> None:
