@@ -43,6 +43,7 @@ class IngestSummary:
     examples: Mapping[str, str] = field(default_factory=dict)  # rule -> where first, and what
     unsigned: int = 0  # of people's votes in files where none is signed, though each may be
     unread: Sequence[str] = ()  # columns of those files that were left, of which one may say who
+    left: Mapping[str, int] = field(default_factory=dict)  # list -> rows with unread entries in it
 
     @property
     def counted_files(self) -> str:
@@ -72,6 +73,11 @@ class IngestSummary:
                 f"{self.unsigned:,} of {self.read:,} rows name no rater: each counts as another "
                 f"person{_left(self.unread)}"
             )
+        for name, rows in self.left.items():
+            said.append(
+                f"{rows:,} of {self.read:,} rows have more entries in {name[:LONGEST_COLUMN]!r} "
+                f"than are named by number, and those were not read{_one_each(name)}"
+            )
         if not self.read and not self.unreadable:
             said.append(
                 f"no row was found in {self.counted_files}: a row is a line, or an entry of a list"
@@ -90,6 +96,14 @@ def _left(names: Sequence[str]) -> str:
         "back (`rlhf feedback withdraw`), and the file in again with --map rater=COLUMN, or once "
         "the recipe names it (feedback.names)"
     )
+
+
+def _one_each(name: str) -> str:
+    """Return how rows are written that hold one entry of the list each, as a sentence's end."""
+    if not (name.isascii() and name.isidentifier()):
+        return "; if they are votes too, write a row of each and take that in"
+    each = f"(arrays | .[]), objects | . as $row | .{name}[] | $row + {{{name}: [.]}}"
+    return f"; if they are votes too, write a row of each (jq -c '{each}') and take that in"
 
 
 def ingest(
@@ -121,6 +135,7 @@ def ingest(
     examples: dict[str, str] = {}
     unreadable: dict[str, str] = {}
     unread: dict[str, None] = {}
+    left: Counter[str] = Counter()
     for path, in_folder in files:
         position = Position()
         signed: Counter[bool] = Counter()
@@ -154,6 +169,7 @@ def ingest(
         if position.unread is not None and signed[False] and not signed[True]:
             totals["unsigned"] += signed[False]
             unread.update(dict.fromkeys(position.unread))
+        left.update(position.left)
     return IngestSummary(
         read=totals["read"],
         stored=totals["stored"],
@@ -166,6 +182,7 @@ def ingest(
         examples=dict(sorted(examples.items())),
         unsigned=totals["unsigned"],
         unread=tuple(unread),
+        left=left,
     )
 
 

@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -40,6 +40,7 @@ class Position:
     columns: Sequence[str] = ()  # of a table: a row leaves out those it says nothing in
     header: Sequence[str] = ()  # the same as the table has them
     unread: Sequence[str] | None = None  # at the end, where rows may name their rater: no field's
+    left: Counter[str] = field(default_factory=Counter)  # list -> rows that have more in it
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,15 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback.flat import cell_text, value_of
-from rlhf_pipeline.feedback.formats import EVENT_FIELDS, NUMBER, SOURCES, VALUE_NAMES, WHO, Values
+from rlhf_pipeline.feedback.formats import (
+    EVENT_FIELDS,
+    NUMBER,
+    SOURCES,
+    VALUE_NAMES,
+    WHO,
+    Values,
+    is_message,
+)
 
 FIELDS = EVENT_FIELDS | {
     *("chosen", "rejected", "messages", "tie", "chosen_score", "rejected_score"),
@@ -133,6 +141,34 @@ class Renaming:
         ]
 
     @cached_property
+    def _into_lists(self) -> list[str]:
+        """Return the paths that may name an entry of a list."""
+        return [
+            column for column in self.columns.values() if any(map(_is_place, column.split(".")))
+        ]
+
+    def left(self, row: Values) -> list[str]:
+        """Return the lists in an object of which some entries are read by number and others not.
+
+        Of objects, that is, each of which may be somebody's vote; a conversation holds none.
+        """
+        read: dict[str, set[int]] = {}
+        lists: dict[str, list[Any]] = {}
+        for column in self._into_lists:
+            entered: list[tuple[list[Any], str]] = []
+            if _found(row, column, entered):
+                for here, rest in entered:
+                    path = column.removesuffix(rest).removesuffix(".")
+                    lists[path] = here
+                    read.setdefault(path, set()).add(int(rest.split(".")[0]) % len(here))
+        return [
+            path
+            for path, here in lists.items()
+            if len(read[path]) < len(here)
+            and all(isinstance(item, dict) and not is_message(item) for item in here)
+        ]
+
+    @cached_property
     def signed(self) -> str:
         """Return what is said in NAMING, the same of every row."""
         told = {name: self.fixed[name] for name in NAMING if name in self.fixed}
@@ -197,25 +233,31 @@ def _value(word: str) -> str:
     return cell_text(float(word.replace(",", "."))) if NUMBER.fullmatch(word) else word
 
 
-def _found(here: Any, column: str) -> list[Any]:
+def _is_place(step: str) -> bool:
+    return step.removeprefix("-").isdecimal()
+
+
+def _found(here: Any, column: str, entered: list[tuple[list[Any], str]] | None = None) -> list[Any]:
     """Return the value of a column, or at the end of a path, in a list; none where it is not.
 
     A name may hold dots of its own: of several that the path may begin with the longest is tried
-    first.
+    first. `entered` takes the lists on the way, each with what of the path is left at it.
     """
     steps = column.split(".")
     if isinstance(here, list):
-        if not steps[0].removeprefix("-").isdecimal():
+        if not _is_place(steps[0]):
             return []
         place, rest = int(steps[0]), ".".join(steps[1:])
         if not -len(here) <= place < len(here):
             return []
-        return _found(here[place], rest) if rest else [here[place]]
+        if entered is not None:
+            entered.append((here, column))
+        return _found(here[place], rest, entered) if rest else [here[place]]
     if isinstance(here, Mapping):
         if column in here:
             return [here[column]]
         for end in range(len(steps) - 1, 0, -1):
             name, rest = ".".join(steps[:end]), ".".join(steps[end:])
-            if name in here and (found := _found(here[name], rest)):
+            if name in here and (found := _found(here[name], rest, entered)):
                 return found
     return []

@@ -269,6 +269,7 @@ def _renamed(
             yield line, raw, values
         else:
             ours = reading.row(values, is_cells=is_cells)
+            position.left.update(() if is_cells else reading.left(values))
             if is_cells:
                 naming = reading.naming(raw, is_cells=True)
                 yield line, _signed(raw, naming, reading.signed), ours

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,38 @@ def test_a_column_in_which_a_name_was_looked_for_and_not_found_is_told(
     pd.DataFrame([{**PAIR, "annotator_id": found}]).to_parquet(path)
     summary = ingest(store, path, "tea")
     assert (summary.unsigned, summary.unread) == (1, (unread,))
+
+
+def test_a_second_annotator_whom_no_name_reads_is_told_of(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    def by(name: str, word: str) -> dict[str, Any]:
+        return {"who": {"mail": name}, "result": [{"value": {"choices": [word, "other"]}}]}
+
+    names = Renaming(
+        {
+            **{"prompt": "data.turns.0.content", "completion": "data.answer"},
+            **{"value": "notes.0.result.0.value.choices.0", "rater": "notes.0.who.mail"},
+        },
+        {"kind": "thumbs"},
+    )
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    rows = [
+        {"data": {"turns": turns, "answer": f"Because {n}."}, "notes": notes}
+        for n, notes in enumerate(([by("ann", "up"), by("bob", "down")], [by("ann", "up")]))
+    ]
+    path = tmp_path / "tasks.json"
+    path.write_text(json.dumps(rows))
+    summary = ingest(store, path, "tea", renaming=names)
+    assert (summary.stored, summary.left) == (2, {"notes": 1})
+    (remark,) = summary.remarks
+    assert remark.startswith("1 of 2 rows have more entries in 'notes' than are named by number")
+    assert ".notes[] | $row + {notes: [.]}" in remark
+    each = [{**row, "notes": [note]} for row in rows for note in row["notes"]]
+    again = ingest(store, write(tmp_path / "each.jsonl", *each), "tea", renaming=names)
+    assert (again.stored, again.known, again.remarks) == (1, 2, [])
+    both = replace(names, columns={**names.columns, "comment": "notes.-1.who.mail"})
+    assert ingest(store, path, "two", renaming=both).left == {}
 
 
 def test_what_the_store_refuses_goes_to_quarantine_with_its_line(
