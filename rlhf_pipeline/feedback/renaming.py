@@ -140,6 +140,10 @@ class Renaming:
             if not any(_found(row, column) for row in rows)
         ]
 
+    def says(self, name: str, values: Values) -> bool:
+        """Say whether an object has the column or path that one of our fields is told by."""
+        return bool(_found(values, self.columns[name]))
+
     @cached_property
     def _into_lists(self) -> list[str]:
         """Return the paths that may name an entry of a list."""

@@ -238,7 +238,7 @@ def _renamed(
 ) -> Iterator[_Parsed]:
     """Yield the rows by our names, once what is renamed was found among the first of them.
 
-    `told` takes the fields that are told and there.
+    `told` takes the fields that are told and there, before the first row that has them is yielded.
     """
     some = list(islice(rows, LOOKED_AT))
     is_cells = bool(position.columns)
@@ -259,6 +259,8 @@ def _renamed(
     if not is_ours:
         told.update(renaming.fixed)
         told.update(name for name, column in renaming.columns.items() if column not in lacking)
+    # A field of objects may come first beyond those rows; who voted is no less said by it there.
+    lacking_yet: set[str] = set() if is_ours or is_cells else renaming.columns.keys() - told
     reading = renaming.of_our_names if is_ours else renaming
     # What is kept of a row that is set aside names its rater as we do: an erasure looks there.
     for line, raw, values in chain(some, rows):
@@ -268,6 +270,9 @@ def _renamed(
         elif not reading:
             yield line, raw, values
         else:
+            later = {name for name in lacking_yet if renaming.says(name, values)}
+            told |= later
+            lacking_yet -= later
             ours = reading.row(values, is_cells=is_cells)
             position.left.update(() if is_cells else reading.left(values))
             if is_cells:

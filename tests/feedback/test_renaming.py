@@ -853,3 +853,22 @@ def test_words_told_beside_hold_in_a_file_with_our_names_and_before_those_told_o
         "Europe/Berlin",
     )
     assert once.with_words({}, "America/Lima").zone == "America/Lima"
+
+
+def test_a_field_that_comes_first_late_in_a_file_says_who_voted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.feedback.sources.LOOKED_AT", 2)
+    names = Renaming(
+        {"label": "ok", "source": "meta.by", "comment": "meta.note"},
+        words={"EVAL": "model"},
+        for_any_file=True,
+    )
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    said = {"messages": turns, "ok": True}
+    judged = {**said, "meta": {"by": "EVAL", "note": "short"}}
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in (said, said, said, judged, said)))
+    found = [(row.source, row.comment) for row in rows_of(path, names, "quality")]
+    person = ("human", None)
+    assert found == [person, person, person, ("model", "short"), person]
