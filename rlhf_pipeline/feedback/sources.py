@@ -253,7 +253,7 @@ def _renamed(
     if not is_ours and (missed := renaming.refused(lacking)) and (objects or is_cells):
         raise SourceError(
             f"needed {', '.join(map(repr, missed))} among the columns of {origin}, found "
-            f"{ascii(there)[:300]}; correct {_told_by(renaming, '--map')} (where it is inside an "
+            f"{repr(there)[:300]}; correct {_told_by(renaming, '--map')} (where it is inside an "
             "object is written a.b)"
         )
     if not is_ours:
@@ -448,7 +448,7 @@ def _detect(values: Values, origin: str) -> Format:
         way += f", or, as its {name!r} is a list, write each of that on a line (jq -c '.{name}[]')"
     raise SourceError(
         f"needed a row of a known format ({', '.join(FORMAT_NAMES[1:])}) in {origin}, found one "
-        f"with the fields {ascii(sorted(map(str, values)))[:200]}; rename them to those of "
+        f"with the fields {repr(sorted(map(str, values)))[:200]}; rename them to those of "
         "`events` (kind, prompt, completion, value, rater), `pairs` (prompt, chosen, rejected) or "
         "`quality` (messages, label), tell `rlhf ingest` which they are with --map and --set, or "
         f"once in the recipe (feedback.names), {way}"

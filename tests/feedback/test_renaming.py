@@ -872,3 +872,12 @@ def test_a_field_that_comes_first_late_in_a_file_says_who_voted(
     found = [(row.source, row.comment) for row in rows_of(path, names, "quality")]
     person = ("human", None)
     assert found == [person, person, person, ("model", "short"), person]
+
+
+@pytest.mark.parametrize("names", [SURVEY, Renaming()])
+def test_columns_found_are_shown_as_they_are_written(tmp_path: Path, names: Renaming) -> None:
+    path = tmp_path / "survey.csv"
+    path.write_text("質問,\u202e\nx,y\n", encoding="utf-8")
+    with pytest.raises(SourceError, match=r"'質問'.*") as refused:
+        rows_of(path, names)
+    assert "\u202e" not in str(refused.value)
