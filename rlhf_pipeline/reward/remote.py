@@ -211,8 +211,10 @@ class Service:
                         f"{ADVICE.get(error.code, advice)}"
                     ) from error
                 wait = _seconds_of(error.headers.get("Retry-After") or "", wait)
-            except (OSError, http.client.HTTPException) as error:  # URLError, time-outs, resets
-                reason = str(getattr(error, "reason", error)) or type(error).__name__
+            # URLError, time-outs, resets; a chunk's length that is none.
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                said = str(getattr(error, "reason", error)) or type(error).__name__
+                reason = " ".join(said.split())
             if attempt < self._attempts:
                 self._sleep(min(wait, LONGEST_WAIT_SECONDS))
         raise ModelError(
@@ -252,8 +254,10 @@ def _seconds_of(said: str, otherwise: float) -> float:
 class NoRedirect(urllib.request.HTTPRedirectHandler):
     """Follows no redirect: what is sent goes to the address that was given, or nowhere."""
 
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        """Return nothing: urllib then raises the redirect as an error."""
+    def http_error_302(self, *args: Any, **kwargs: Any) -> None:
+        """Return nothing: urllib then raises the redirect as an error, and reads no address."""
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
 
 
 def _checked_url(url: str, allow_plain_http: bool) -> str:

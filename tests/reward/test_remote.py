@@ -245,6 +245,7 @@ def test_a_service_that_hangs_or_is_gone_is_given_up_on(service: Service) -> Non
         ((505, {}, b""), "found status 505; its log says why it refuses what it was sent"),
         ((302, {"Location": "http://127.0.0.1:1/"}, b""), "redirects are not followed"),
         ((307, {"Location": "http://127.0.0.1:1/"}, b""), "redirects are not followed"),
+        ((307, {"Location": "http://[bad"}, b""), "redirects are not followed"),
     ],
 )
 def test_an_answer_that_is_not_one_finite_score_each_is_refused_at_once(
@@ -254,6 +255,21 @@ def test_an_answer_that_is_not_one_finite_score_each_is_refused_at_once(
     with pytest.raises(ModelError, match=message):
         RemoteReward(service.url)(ITEMS)
     assert len(service.heard) == 1
+
+
+def test_what_is_no_answer_at_all_is_asked_again_and_told_on_one_line(service: Service) -> None:
+    chunks = {"Transfer-Encoding": "chunked", "Content-Length": ""}
+    service.answers = [(200, chunks, b"-5\r\n[1]\r\n0\r\n\r\n")] * 2
+    with pytest.raises(ModelError, match="at the last of 2 attempts; look at the service") as told:
+        RemoteReward(service.url, attempts=2, sleep=lambda seconds: None)(ITEMS)
+    assert "\n" not in str(told.value)
+    assert len(service.heard) == 2
+    service.answers = [(200, chunks, b"-5\r\n[1]\r\n0\r\n\r\n")]
+    assert RemoteReward(service.url, attempts=2, sleep=lambda seconds: None)(ITEMS) == [
+        3.0,
+        1.0,
+        2.0,
+    ]
 
 
 @pytest.mark.parametrize(
