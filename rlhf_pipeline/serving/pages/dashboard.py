@@ -25,6 +25,7 @@ from rlhf_pipeline.feedback.inbox import MOST_LEFT, left_in
 from rlhf_pipeline.overview import (
     FEWEST,
     HUNDREDTH,
+    LATEST_ANSWERS,
     NEWEST_TROUBLES,
     Overview,
     Standing,
@@ -73,8 +74,11 @@ def add_dashboard(
         if before is not None and time.monotonic() - before[0] < FRESH_SECONDS:
             return before[1]
         ledger = gateway.champions.registry.ledger
-        enough = None if settings is None else settings.continuous_learning.min_new_feedback
-        found = overview(gateway.store, ledger, agent_id, enough=enough)
+        enough, latest = None, LATEST_ANSWERS
+        if settings is not None:
+            enough = settings.continuous_learning.min_new_feedback
+            latest = settings.experiments.trouble_answers
+        found = overview(gateway.store, ledger, agent_id, enough=enough, latest=latest)
         kept[agent_id] = (time.monotonic(), found)
         return found
 

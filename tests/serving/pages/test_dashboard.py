@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from rlhf_pipeline import database as db
-from rlhf_pipeline.config import AlertSettings, Settings
+from rlhf_pipeline.config import AlertSettings, ExperimentSettings, Settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import ConfigError, RegistryError
 from rlhf_pipeline.evaluation.facts import DRIFT
@@ -532,6 +532,28 @@ def test_what_people_wrote_is_shown_inert(
     page = client.get("/dashboard/tea")
     assert page.status_code == 200
     assert "<b>settings unsound</b>: no turn starts and nothing is pruned until" in page.text
+
+
+def test_the_champion_is_judged_by_as_many_answers_as_alerts_go_by(
+    store: FeedbackStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, looks = overview, []
+
+    def looked(*given: Any, **how: Any) -> Any:
+        looks.append(how["latest"])
+        return seen(*given, **how)
+
+    monkeypatch.setattr("rlhf_pipeline.serving.pages.dashboard.overview", looked)
+    app = FastAPI()
+    champions = SimpleNamespace(
+        registry=SimpleNamespace(ledger=PromotionLedger(store.database)),
+        settings=Settings(),
+        settings_of=lambda _: Settings(experiments=ExperimentSettings(trouble_answers=200)),
+    )
+    gateway = SimpleNamespace(store=store, champions=champions, waiting=0)
+    add_dashboard(app, cast("Any", gateway), store.agents, {})
+    assert TestClient(app).get("/dashboard/tea").status_code == 200
+    assert looks == [200]
 
 
 def test_an_agent_that_cannot_be_looked_at_has_a_page_that_says_so(
