@@ -31,6 +31,7 @@ from rlhf_pipeline.commands.common import is_foreseen, told_of
 from rlhf_pipeline.continuous import unfinished
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.claims import INTERRUPTED
 from rlhf_pipeline.files import locked, read_json
 from rlhf_pipeline.reward.calibration import by_length, judged_by
 
@@ -109,7 +110,7 @@ def _run(
         claim = pipeline.claims.of_holder(run_id)
         if claim is not None and claim.state == "held":
             # Ctrl-C: of that Dagster tells no hook, which would let the claim go.
-            pipeline.end_without_verdict(claim, "interrupted", "KILLED")
+            pipeline.end_without_verdict(claim, INTERRUPTED, "KILLED")
             raise PipelineError(
                 f"{job} of {agent_id} was interrupted; the same command goes on from what had "
                 "finished"

@@ -11,7 +11,7 @@ from typing import get_args
 from rlhf_pipeline.config import PAIRS_ALONE, RewardSettings, Settings, Trains
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import ExperimentBook
-from rlhf_pipeline.feedback.claims import AHEAD, Claim, ClaimBook
+from rlhf_pipeline.feedback.claims import AHEAD, INTERRUPTED, Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS, job_of
 from rlhf_pipeline.feedback.raters import erased_since
 from rlhf_pipeline.feedback.store import FeedbackStore
@@ -271,7 +271,8 @@ def unfinished(database: Database, history: list[Claim], settings: Settings) -> 
 
     What had finished is not trained again where the same votes are trained from, so these come
     before what was voted since: else an hour without MLflow costs a night, and a turn that takes
-    longer than its deadline never ends. Not after the last attempt, nor on votes that came to a
+    longer than its deadline never ends. Not after the last attempt (what a person interrupted is
+    none), nor on votes that came to a
     verdict before, nor where an erasure took some of them out or some were taken back, nor from one
     who is champion no more (but for this very turn's version, whose promotion an attempt did not
     outlive).
@@ -282,8 +283,9 @@ def unfinished(database: Database, history: list[Claim], settings: Settings) -> 
     latest, agent_id = failed[-1], failed[-1].agent_id
     tried = [claim for claim in history if claim.fingerprint == latest.fingerprint]
     folder = settings.turn_folder(agent_id, latest.fingerprint)
+    most = settings.continuous_learning.max_attempts
     if (
-        len(tried) >= settings.continuous_learning.max_attempts
+        sum(claim.reason != INTERRUPTED for claim in tried) >= most
         or any(claim.state == "done" for claim in tried)
         or not (folder / REWARD).exists()
         or not (folder / BEGAN).exists()

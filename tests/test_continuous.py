@@ -28,7 +28,7 @@ from rlhf_pipeline.continuous import (
 from rlhf_pipeline.database import Database, erasures, promotions
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
-from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.feedback.claims import INTERRUPTED, Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS, job_of
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Feedback, FeedbackKind, now, user_prompt
@@ -82,6 +82,7 @@ class Agent:
         mark: str | None = None,
         watermark: int | None = None,
         again: bool = False,
+        reason: str = "",
     ) -> Claim:
         """Leave a turn in the books that ran from `began` for so many minutes."""
         later, self.at = self.at, began
@@ -96,7 +97,7 @@ class Agent:
         self.at = began + timedelta(minutes=minutes)
         self.book.beat(claim.token)
         if state != "held":
-            self.book.finish(claim.token, state)
+            self.book.finish(claim.token, state, reason)
         self.at = later
         return claim
 
@@ -435,6 +436,23 @@ def test_a_turn_that_ended_or_lost_votes_to_an_erasure_is_not_gone_on_with(agent
     assert agent.unfinished() is None  # those had their verdict
     agent.turn(agent.at, 1, "held", "another", 99)
     assert agent.unfinished() is None  # it is being trained
+
+
+def test_what_a_person_interrupted_is_no_attempt_of_a_turn_that_is_gone_on_with(
+    agent: Agent,
+) -> None:
+    agent.send(5)
+    move(agent, "baseline", 0)
+    mark, newest = agent.mark(), agent.newest()
+    agent.send(5)
+    for hours, reason in ((9, ""), (8, INTERRUPTED), (7, INTERRUPTED), (6, "")):
+        claim = agent.turn(
+            agent.at - timedelta(hours=hours), 1, "failed", mark, newest, reason=reason
+        )
+        trained_rewards(agent, claim)
+    assert agent.unfinished() is not None
+    agent.turn(agent.at - timedelta(hours=5), 1, "failed", mark, newest)  # the third that failed
+    assert agent.unfinished() is None
 
 
 def test_a_turn_whose_votes_were_taken_back_is_not_gone_on_with(agent: Agent) -> None:

@@ -27,6 +27,7 @@ from rlhf_pipeline.records import now
 LEASE = timedelta(minutes=3)
 BEAT_SECONDS = 20.0
 AHEAD = timedelta(hours=1)
+INTERRUPTED = "interrupted"  # why an attempt ended that a person stopped by Ctrl-C
 """How far another machine's clock may be ahead; what is dated later was dated by a wrong one."""
 ERASURE, PRUNE = "erasure", "prune"
 NO_TRAINING = {ERASURE: "cleared of somebody's data", PRUNE: "cleared of old files"}
