@@ -190,8 +190,9 @@ def check_before_training(turn: Turn) -> None:
     encode_within(tokenizer, watch_prompts, ppo, "watch_prompts")
     if ppo.estimator != "dpo":
         encode_within(tokenizer, prompts, ppo, "prompts")
-    else:  # which asks nothing but the watch prompts
-        decided_pairs(_proxy_pairs(turn), ppo)
+    else:  # which asks nothing but the watch prompts, and reads those of the pairs
+        pairs = decided_pairs(_proxy_pairs(turn), ppo)
+        encode_within(tokenizer, [pair.prompt for pair in pairs], ppo, "prompts of pairs")
 
 
 def check_reads_whole(setting: str, folders: Iterable[Path], policy: PolicySettings) -> None:

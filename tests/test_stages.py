@@ -262,6 +262,24 @@ def test_what_ppo_would_refuse_is_refused_before_reward_models_are_trained(
     assert not (turn.work / "reward").exists()
 
 
+def test_a_pair_whose_prompt_is_too_long_for_dpo_is_refused_before_reward_models_are_trained(
+    turn: Turn, tmp_path: Path
+) -> None:
+    ppo = replace(turn.settings.ppo, estimator="dpo", long_prompts="refuse", device="cpu")
+    asked = replace(turn, settings=turn.settings.model_copy(update={"ppo": ppo}))
+    stages.check_before_training(asked)
+    data = tmp_path / "data"
+    shutil.copytree(turn.data, data)
+    pairs = datasets.read_jsonl(data / stages.PAIRS, PreferencePair)
+    one = next(pair for pair in stages._proxy_pairs(asked) if pair.decided)
+    long = replace(one, pair_id="long", prompt=user_prompt("How much is the kettle? " * 40))
+    datasets.write_jsonl(data / stages.PAIRS, [*pairs, long])
+    with pytest.raises(
+        TrainingError, match=r"prompts of pairs must have at most .* found 1 longer"
+    ):
+        stages.check_before_training(replace(asked, data=data))
+
+
 @pytest.mark.parametrize("setting", ["given", "functions"])
 def test_a_reward_model_that_reads_less_than_the_policy_may_say_is_refused_before_anything_trains(
     turn: Turn, first_turn: FirstTurn, tmp_path: Path, setting: str
