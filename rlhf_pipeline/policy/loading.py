@@ -331,7 +331,7 @@ def _forget_its_sampling(model: Any) -> None:
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer; raises ModelError where there is none or it has no end token."""
+    """Return the tokenizer; raises ModelError where there is none, or one without words or end."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=False, padding_side="left"
@@ -341,6 +341,11 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
             f"a tokenizer is needed at {source}; found: {_one_line(error)}; save it beside the "
             "model"
         ) from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        # Of most families that is made where a folder has a configuration alone.
+        raise ModelError(
+            f"a tokenizer is needed at {source}, found one without words; save it beside the model"
+        )
     end = turn_end(tokenizer)
     if end != tokenizer.eos_token:
         _end_with(tokenizer, end)

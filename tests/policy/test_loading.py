@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
@@ -357,6 +358,14 @@ def test_a_tokenizer_is_needed_with_an_end_token(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="a tokenizer is needed") as refusal:
         load_policy(tmp_path / "p")
     assert "\n" not in str(refusal.value)  # transformers says it in several
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "gemma", "bert"])
+def test_a_configuration_alone_is_no_tokenizer(tmp_path: Path, family: str) -> None:
+    """It makes one of special tokens, for which every text is empty or unknown."""
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="found one without words; save it beside the model"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["models/My model", "models/base/v1", "./base", "~/base"])
