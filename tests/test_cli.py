@@ -1673,9 +1673,11 @@ def test_ingest_is_refused_where_feedback_is_switched_off(tmp_path: Path) -> Non
 
 
 def test_a_files_own_names_are_told_with_the_command(rlhf: Run, tmp_path: Path) -> None:
-    table = write(tmp_path / "survey.csv", "Q,A,Liked,Who\nWhy?,So.,yes,ann\nWhere?,Here.,no,bob\n")
+    table = write(
+        tmp_path / "survey.csv", "Q,A,Liked,Who\nWhy?,So.,1 = yes,ann\nWhere?,Here.,no,bob\n"
+    )
     named = ["--map", "prompt=Q", "--map", "completion=A", "--map", "value=Liked"]
-    said = ["--set", "kind=thumbs", "--means", "yes=up", "--means", "no=down"]
+    said = ["--set", "kind=thumbs", "--means", "1 = yes=up", "--means", "no=down"]
     bare = rlhf("ingest", str(table), "--agent", "tea", code=1)
     assert "tell `rlhf ingest` which they are with --map and --set" in bare.stderr
     wrong = rlhf("ingest", str(table), "--agent", "tea", *named, *said, "--map", "rater=W", code=1)

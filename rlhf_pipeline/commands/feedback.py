@@ -109,7 +109,7 @@ def ingest(
     from rlhf_pipeline.feedback.renaming import Renaming
 
     renaming = Renaming(
-        _pairs(columns, "--map"), _pairs(fixed, "--set"), _pairs(words, "--means"), zone
+        _pairs(columns, "--map"), _pairs(fixed, "--set"), _pairs(words, "--means", last=True), zone
     )
     names_told = bool(renaming.columns or renaming.fixed)
     need_name(agent)  # else every row would be set aside for it
@@ -150,11 +150,11 @@ def ingest(
         raise typer.Exit(SOME_QUARANTINED)
 
 
-def _pairs(told: list[str] | None, option: str) -> dict[str, str]:
-    """Return what an option told as NAME=VALUE, again and again."""
+def _pairs(told: list[str] | None, option: str, *, last: bool = False) -> dict[str, str]:
+    """Return what an option told as NAME=VALUE, again and again; `last`: a name may hold a =."""
     found: dict[str, str] = {}
     for one in told or ():
-        name, sign, value = one.partition("=")
+        name, sign, value = one.rpartition("=") if last else one.partition("=")
         if not (name and sign and value) or name in found:
             raise typer.BadParameter(
                 f"needed NAME=VALUE, each name once, found {ascii(one)[:80]}", param_hint=option
