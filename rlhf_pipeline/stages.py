@@ -608,6 +608,7 @@ def improve(
     from rlhf_pipeline.ppo.dpo import train_dpo
     from rlhf_pipeline.ppo.learner import shared_base
     from rlhf_pipeline.ppo.trainer import train_ppo
+    from rlhf_pipeline.reward.fitting import believed
     from rlhf_pipeline.reward.model import load_reward_model
     from rlhf_pipeline.reward.named import folders_of
     from rlhf_pipeline.simulation.people import customers
@@ -641,7 +642,7 @@ def improve(
         return train_dpo(
             policy_dir=champion,
             reference_dir=baseline,
-            pairs=_proxy_pairs(turn),
+            pairs=believed(reward_folder / "proxy", _proxy_pairs(turn)),
             reward=proxy,
             stopping=stopping,
             watch_prompts=watch_prompts,
@@ -671,7 +672,7 @@ def improve(
 
 
 def _proxy_pairs(turn: Turn) -> list[PreferencePair]:
-    """Return what DPO learns from: the voters of the stopping and the gate model stay unseen."""
+    """Return what DPO may learn from: the voters of the stopping and the gate model stay unseen."""
     pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
     return _pairs_by_job(pairs, turn.settings)["proxy"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,7 @@ from rlhf_pipeline.records import (
 )
 from rlhf_pipeline.registry.reasons import _tokens
 from rlhf_pipeline.registry.reproduce import newest_turn, recorded_turn
-from rlhf_pipeline.reward import FEWEST_MATCHED, SETTINGS
+from rlhf_pipeline.reward import FEWEST_MATCHED, RATERS, SETTINGS
 from rlhf_pipeline.reward.model import (
     Calibration,
     Limits,
@@ -260,6 +261,34 @@ def test_what_ppo_would_refuse_is_refused_before_reward_models_are_trained(
     with pytest.raises(PipelineError, match=message):
         stages.train_reward_models(replace(turn, settings=asked), ignore_progress, lambda: None)
     assert not (turn.work / "reward").exists()
+
+
+def test_dpo_learns_from_those_whom_the_proxy_believes(
+    turn: Turn, first_turn: FirstTurn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(first_turn.work / "reward", turn.work / "reward")
+    asked = replace(turn.settings.ppo, estimator="dpo")
+    folder, raters = turn.work / "ppo", turn.work / "reward" / "proxy" / RATERS
+
+    def taught() -> list[PreferencePair]:
+        found: Any = stages.improve(turn, folder, asked, ignore_progress)
+        return list(found)
+
+    monkeypatch.setattr("rlhf_pipeline.ppo.dpo.train_dpo", lambda **given: given["pairs"])
+    raters.unlink(missing_ok=True)
+    every = taught()
+    doubted, turned = (who for who, _ in Counter(pair.voter for pair in every).most_common(2))
+    told = {doubted: (0.4, None), turned: (0.9, 1)}
+    weights = {who: {"weight": w, "turned_after": after} for who, (w, after) in told.items()}
+    write_json(raters, {"weights": weights})
+    first = next(i for i, pair in enumerate(every) if pair.voter == turned and pair.decided)
+    assert taught() == [
+        pair
+        for i, pair in enumerate(every)
+        if pair.voter != doubted and (pair.voter != turned or i <= first)
+    ]
+    write_json(raters, {"careful": {doubted: 0.4}, "turned_after": {}})
+    assert taught() == [pair for pair in every if pair.voter != doubted]
 
 
 def test_a_pair_whose_prompt_is_too_long_for_dpo_is_refused_before_reward_models_are_trained(

@@ -6,8 +6,10 @@ count by how far they are believed, these are weighed first. training.py judges 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.feedback.datasets import conversation_of
 from rlhf_pipeline.feedback.gold import Tally
+from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import PreferencePair, Progress, RewardExample
+from rlhf_pipeline.reward import RATERS
 from rlhf_pipeline.reward.calibration import pair_accuracy
 from rlhf_pipeline.reward.heads import fit_heads, parts_of
 from rlhf_pipeline.reward.kinds import (
@@ -46,6 +50,7 @@ from rlhf_pipeline.reward.model import (
 from rlhf_pipeline.reward.raters import RaterWeight, rater_weights, vote_weights
 from rlhf_pipeline.reward.tuning import Descent, EncodedPairs, Fit, fit_model, tune_to_kinds
 
+DOUBTED = 0.5  # what a rater's word counts below which it is doubted
 RIDGES = (1.0, 10.0, 100.0, 1000.0)  # strengths tried for a head on frozen features
 
 
@@ -64,7 +69,7 @@ class Heard:
     def doubted(self) -> int:
         """Return how many voters count less than half, or hardly looked."""
         weights = [one.weight for one in (self.weighed or {}).values()]
-        return sum(weight < 0.5 for weight in (*weights, *(self.careful or {}).values()))
+        return sum(weight < DOUBTED for weight in (*weights, *(self.careful or {}).values()))
 
     @property
     def turned(self) -> int:
@@ -80,6 +85,27 @@ class Heard:
             return None
         told = {who: one for who, one in self.weighed.items() if one.pairs + one.gold > 1}
         return {"weights": {who: asdict(one) for who, one in told.items()}}
+
+
+def believed(folder: Path, pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
+    """Return the pairs less those of raters whom the reward model in a folder doubted.
+
+    That is who counts less than half, and who turned, from then on. Each rater's pairs are in the
+    order they were given. Where it kept nothing of raters (`Heard.to_json`) all are believed.
+    """
+    told = read_json(folder / RATERS) if (folder / RATERS).exists() else {}
+    weighed = told.get("weights", {})
+    careful = {who: one["weight"] for who, one in weighed.items()} | told.get("careful", {})
+    turned = {who: one["turned_after"] for who, one in weighed.items()}
+    turned |= told.get("turned_after", {})
+    given: Counter[str] = Counter()
+    found = []
+    for pair in pairs:
+        after = turned.get(pair.voter)
+        if careful.get(pair.voter, 1.0) >= DOUBTED and (after is None or given[pair.voter] < after):
+            found.append(pair)
+        given[pair.voter] += pair.decided
+    return found
 
 
 def learn(
