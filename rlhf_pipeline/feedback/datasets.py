@@ -67,9 +67,8 @@ def opening_of(prompt: Prompt) -> Prompt:
     Later turns hold it word for word: to learn from one is to have seen what the others are about.
     What is as short as a greeting counts only where nothing else was said.
     """
-    asked = [i for i, message in enumerate(prompt) if message.role == "user"]
-    first = min(asked, default=len(prompt) - 1)
-    return prompt[: next((i for i in asked if _words(prompt[i].content)), first) + 1]
+    place, _ = _first_said(prompt)
+    return prompt[: place + 1]
 
 
 def conversation_of(prompt: Prompt) -> str:
@@ -81,10 +80,23 @@ def conversation_of(prompt: Prompt) -> str:
     were said, every letter counts, the system message's too: one draw for all who say hello would
     move a third of some shops' votes at once.
     """
-    opening = opening_of(prompt)
-    if opening and opening[-1].role == "user" and (words := _words(opening[-1].content)):
+    place, words = _first_said(prompt)
+    if words:
         return hashed(f"user\x1e{words}")
-    return hashed(*(f"{m.role}\x1e{_words(m.content) or m.content}" for m in opening))
+    return hashed(*(f"{m.role}\x1e{_words(m.content) or m.content}" for m in prompt[: place + 1]))
+
+
+def _first_said(prompt: Prompt) -> tuple[int, str]:
+    """Return the place of the first thing its person said, and its words.
+
+    Where nobody said more than a greeting the place of the first, and no words; the last message's
+    where nobody said anything.
+    """
+    asked = [i for i, message in enumerate(prompt) if message.role == "user"]
+    for place in asked:
+        if words := _words(prompt[place].content):
+            return place, words
+    return min(asked, default=len(prompt) - 1), ""
 
 
 class _OfWords(dict[int, int]):
